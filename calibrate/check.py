@@ -1,0 +1,71 @@
+"""What can be refused before any work is done: from the shapes of a model, the scheme and the chosen methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+
+from qat.model import Model
+from qat.scheme import Scheme, TensorFormat, matches
+
+SMALLEST_OFFERED = 8  # group sizes under this are not offered: a scale would cost more than the codes
+
+
+def formats(model: Model, scheme: Scheme) -> dict[str, TensorFormat]:
+    """The format of every linear that the scheme covers, by full name, in the order they run.
+
+    Raises ValueError for a pattern of the scheme that names nothing, for a scheme that leaves nothing to quantize, and
+    for group sizes that do not divide a layer's inputs (all layers at once).
+    """
+    linears = [name for index in range(len(model.blocks)) for name in model.arch.block_linears(index)]
+    known = [*linears, model.arch.head, model.arch.embed]
+    for what, patterns in (("skip", scheme.skip), ("overrides", tuple(scheme.overrides))):
+        for pattern in patterns:
+            if not any(matches(pattern, name) for name in known):
+                raise ValueError(
+                    f"scheme.{what}: {pattern!r} names no linear of this model; names look like {linears[0]}, and * "
+                    "stands for any characters"
+                )
+    found = {name: fmt for name in linears if (fmt := scheme.format_of(name)) is not None}
+    if not found:
+        raise ValueError("scheme.skip leaves no linear to quantize; narrow its patterns")
+    _check_group_sizes(found, {name: model.root.get_submodule(name).in_features for name in found})
+    return found
+
+
+def _check_group_sizes(found: Mapping[str, TensorFormat], inputs: Mapping[str, int]) -> None:
+    wrong: dict[tuple[int, int], list[str]] = {}
+    for name, fmt in found.items():
+        size = fmt.group_of(inputs[name])
+        if inputs[name] % size or (fmt.is_int and inputs[name] % 2):
+            wrong.setdefault((size, inputs[name]), []).append(name)
+    if not wrong:
+        return
+    lines, offers = [], set(_divisors(min(inputs.values())))
+    for (size, width), names in wrong.items():
+        kinds = list(dict.fromkeys(name.split(".", 3)[-1] for name in names))
+        lines.append(f"  {size} does not divide the {width} inputs of {', '.join(kinds)} ({len(names)} linears)")
+    for width in set(inputs.values()):
+        offers &= set(_divisors(width))
+    sizes = ", ".join(map(str, sorted(offers, reverse=True))) or f"none of {SMALLEST_OFFERED} or more"
+    example = next(iter(wrong.values()))[0].split(".")[-1]
+    own = next(iter(_divisors(next(iter(wrong))[1])), 2)
+    raise ValueError(
+        f"the group size does not fit {sum(map(len, wrong.values()))} of {len(found)} linears:\n"
+        + "\n".join(lines)
+        + f"\nsizes that divide every layer's inputs: {sizes}. Set scheme.weights.group_size to one of them, or give "
+        f"each kind of layer its own, e.g. scheme.overrides: {{'*.{example}': {{dtype: int4, group_size: {own}}}}}"
+    )
+
+
+def _divisors(width: int) -> list[int]:
+    """Even group sizes up to 256 that divide `width`, the largest first."""
+    return [size for size in range(256, SMALLEST_OFFERED - 1, -2) if width % size == 0]
+
+
+def methods(found: Mapping[str, TensorFormat], chosen: Mapping[str, tuple[str, ModuleType]]) -> None:
+    """Raise ValueError when a method cannot do a dtype of the scheme. chosen: question -> (plugin name, module)."""
+    for question, (name, module) in chosen.items():
+        for dtype in sorted({fmt.dtype for fmt in found.values()} - set(module.DTYPES)):
+            way_out = {"range": "max", "round": "nearest", "transform": "none"}[question]
+            raise ValueError(f"calibrate.{question}: {name} does not do {dtype}; set it to {way_out} for this scheme")

@@ -1,0 +1,30 @@
+"""Nothing is clipped: the scale holds the largest weight (round-to-nearest, the baseline every other range must beat).
+
+int4: amax / 7.5 per group, or (max - min) / 15 with a zero point; a group that already lies on a grid keeps its grid.
+fp8: amax / 448 per output channel, or of the whole tensor.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from calibrate.inputs import InputStats
+from calibrate.range._search import Range, by_rows, start
+from qat.quant import max_scale
+from qat.scheme import Section, TensorFormat
+
+VERSION = 1
+NEEDS: set[str] = set()
+DTYPES = {"int4", "fp8_e4m3"}
+
+
+class Options(Section):
+    """None."""
+
+
+def find(weight: Tensor, fmt: TensorFormat, inputs: InputStats | None, options: Options) -> Range:
+    """Scale float32 (N, K / g) and zero uint8 or None of a weight float32 (N, K). fp8 per tensor gives scale (1, 1)."""
+    if fmt.is_int:
+        return by_rows(weight, lambda rows, _: start(rows, fmt))
+    amax = weight.abs().amax(-1, keepdim=True)
+    return max_scale(amax.amax().view(1, 1) if fmt.per == "tensor" else amax, fmt), None

@@ -1,0 +1,45 @@
+"""The parent with every covered linear rounded to nearest at the widest range: the baseline row of the gate's table.
+
+Nothing is written: each weight is quantized and dequantized when it is asked for. fp8 activations stay as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from calibrate.table import rtn
+from qat.arch import Arch
+from qat.checkpoint import Tensors
+from qat.quant import dequantize
+from qat.scheme import Scheme
+
+
+class Rtn:
+    """A `Tensors` source over another one. Covered weights come in float32, everything else as it is."""
+
+    def __init__(self, parent: Tensors, arch: Arch, scheme: Scheme) -> None:
+        self._parent, self._scheme = parent, scheme
+        self._fused: dict[str, list[str]] = {}  # weight name -> weights that share its per-tensor scale
+        for name in parent.names():
+            block, _, local = name.removesuffix(".weight").removeprefix(arch.blocks + ".").partition(".")
+            if not name.startswith(arch.blocks + ".") or not name.endswith(".weight") or local not in arch.linears:
+                continue
+            prefix = f"{arch.blocks}.{block}."
+            group = next(group for group in arch.shared_input if local in group)
+            covered = [prefix + other for other in group if scheme.format_of(prefix + other)]
+            if prefix + local in covered:
+                self._fused[name] = [f"{other}.weight" for other in covered]
+
+    def names(self) -> list[str]:
+        return self._parent.names()
+
+    def get(self, name: str) -> Tensor:
+        if name not in self._fused:
+            return self._parent.get(name)
+        fmt = self._scheme.format_of(name.removesuffix(".weight"))
+        assert fmt is not None
+        group = self._fused[name] if fmt.per == "tensor" else [name]
+        q = rtn(torch.cat([self._parent.get(other).float() for other in group]), fmt)
+        rows = [self._parent.get(other).shape[0] for other in group] if len(group) > 1 else [q.codes.shape[0]]
+        return dequantize(q, fmt).split(rows)[group.index(name)]

@@ -1,0 +1,109 @@
+"""How much the model's output distribution depends on each token of each linear's output.
+
+The KL between the teacher and a student whose linear outputs differ by a small d is, to second order, 1/2 E[(g . d)^2]:
+g is the gradient at that output of log p(y), y drawn from the teacher's own prediction (the Fisher information; Martens
+2014, section 9). Here only |g|^2 of each token is kept: a token whose error never reaches the logits counts little,
+such as the huge but inert first token of a window. `calibrate.range.kl` weights each layer's inputs by it.
+
+One forward pass that keeps each block's input, then a backward pass from the last block to the first that recomputes
+each; one block in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qat.model import Model
+
+LOGIT_BYTES = 256 * 2**20  # float32 logits alive at once
+
+
+def token_weights(
+    model: Model,
+    windows: Tensor,
+    groups: Sequence[Sequence[Sequence[str]]],
+    seed: int,
+    batch: int,
+    budget: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Tensor]:
+    """|g|^2 of each token, summed over the linears of a group: (num_windows, length) float32 by the group's first name.
+
+    Scaled to a mean of 1 in each group. windows: token ids (num_windows, length). groups: for each block, groups of
+    linears (full names) that share an input. budget: bytes of block inputs kept at once; windows go through in waves of
+    that size.
+    """
+    one = windows.shape[1] * model.config.hidden_size * model.dtype.itemsize * len(model.blocks)
+    wave = max(1, budget // one)
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, list[Tensor]] = {group[0]: [] for block in groups for group in block}
+    for start in range(0, len(windows), wave):
+        batches = list(windows[start : start + wave].split(batch))
+        for name, rows in _wave(model, batches, groups, generator).items():
+            found[name].append(rows)
+        progress(min(start + wave, len(windows)), len(windows))
+    joined = {name: torch.cat(rows) for name, rows in found.items()}
+    return {name: rows / rows.mean().clamp_min(torch.finfo(torch.float32).tiny) for name, rows in joined.items()}
+
+
+def _wave(
+    model: Model, batches: list[Tensor], groups: Sequence[Sequence[Sequence[str]]], generator: torch.Generator
+) -> dict[str, Tensor]:
+    inputs: list[list[Tensor]] = []  # of each block, of each batch, on the CPU
+    with model.ends(), torch.no_grad():
+        states = [model.embed(ids).cpu() for ids in batches]
+    for index in range(len(model.blocks)):
+        inputs.append(states)
+        with model.block(index), torch.no_grad():
+            states = [model.run_block(index, state.to(model.device)).cpu() for state in states]
+    with model.ends():
+        grads = [_sampled_gradient(model, state.to(model.device), generator).cpu() for state in states]
+    found: dict[str, Tensor] = {}
+    for index in reversed(range(len(model.blocks))):
+        with model.block(index):
+            kept: dict[str, list[Tensor]] = {group[0]: [] for group in groups[index]}
+            for number, state in enumerate(inputs.pop()):
+                squares = {name: torch.zeros(state.shape[:2], device=model.device) for name in kept}
+                handles = [
+                    model.root.get_submodule(name).register_forward_hook(_watch(squares[group[0]]))
+                    for group in groups[index]
+                    for name in group
+                ]
+                leaf = state.to(model.device).requires_grad_(True)
+                model.run_block(index, leaf).backward(grads[number].to(model.device))
+                assert leaf.grad is not None
+                grads[number] = leaf.grad.cpu()
+                for handle in handles:
+                    handle.remove()
+                for name, value in squares.items():
+                    kept[name].append(value.cpu())
+        found.update({name: torch.cat(rows) for name, rows in kept.items()})
+    return found
+
+
+def _watch(squares: Tensor) -> Callable[..., None]:
+    def add(grad: Tensor) -> None:
+        squares.add_(grad.float().square().sum(-1))
+
+    def forward(module: torch.nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        out.register_hook(add)
+
+    return forward
+
+
+def _sampled_gradient(model: Model, hidden: Tensor, generator: torch.Generator) -> Tensor:
+    """The gradient at the last block's output (batch, length, hidden) of the sum of log p(y), y drawn from p."""
+    leaf = hidden.flatten(0, 1).requires_grad_(True)
+    chunk = max(16, LOGIT_BYTES // (4 * model.config.vocab_size))
+    for part in leaf.split(chunk):
+        logp = F.log_softmax(model.logits(part), -1)
+        drawn = torch.rand(len(part), 1, generator=generator).to(part.device)  # one source of chance for every device
+        cumulative = logp.detach().exp().cumsum(-1)
+        token = torch.searchsorted(cumulative, drawn * cumulative[:, -1:]).clamp_max(logp.shape[-1] - 1)
+        logp.gather(1, token).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad.view(hidden.shape)

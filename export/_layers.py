@@ -1,0 +1,142 @@
+"""What an artifact holds, told from its headers, and the rules that formats and engines have in common.
+
+A rule that is broken is a ValueError that names the linear, the value, the rule and the way out, before any file is
+written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+
+from qat.arch import Arch
+from qat.artifact import OVERLAY, REST, Artifact
+from qat.scheme import TensorFormat
+
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+}
+
+
+class Stored(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Layer(NamedTuple):
+    """One quantized linear: `rows` outputs (N), `columns` inputs (K)."""
+
+    name: str
+    rows: int
+    columns: int
+    fmt: TensorFormat
+
+    @property
+    def groups(self) -> int:
+        """Scales in a row."""
+        return self.columns // self.fmt.group_of(self.columns)
+
+    @property
+    def kind(self) -> str:
+        if self.fmt.is_int:
+            return "int4" if self.fmt.symmetric else "int4-asym"
+        return f"fp8-{self.fmt.per}"
+
+
+def by_number(name: str) -> list[tuple[int, str]]:
+    """Sort key of tensor names: block 2 comes before block 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def stored(artifact: Artifact) -> dict[str, Stored]:
+    """Dtype and shape of every stored tensor; reads headers only. A trained tensor stands for the one it replaces."""
+    files = [*sorted(p.name for p in artifact.path.glob("block-*.safetensors")), REST, OVERLAY]
+    found = {}
+    for path in (artifact.path / file for file in files):
+        if path.exists():
+            with safe_open(path, framework="pt") as f:
+                for name in f.keys():  # noqa: SIM118 - not a dict
+                    part = f.get_slice(name)
+                    found[name] = Stored(DTYPES[part.get_dtype()], tuple(part.get_shape()))
+    return found
+
+
+def layers(artifact: Artifact) -> list[Layer]:
+    """The quantized linears, in the order of the blocks."""
+    at = stored(artifact)
+    found = []
+    for name in sorted(artifact.formats, key=by_number):
+        dtype, (rows, columns) = at[f"{name}.codes"]
+        two_per_byte = 2 if dtype == torch.uint8 else 1
+        found.append(Layer(name, rows, columns * two_per_byte, artifact.formats[name]))
+    return found
+
+
+def check_kinds(format_name: str, layers: Sequence[Layer], holds: Collection[str], mixed_groups: bool) -> None:
+    """The format has a place for every layer's kind, and for several group sizes when there are any."""
+    if not layers:
+        raise ValueError("no linear is quantized, so there is nothing to export; skip fewer in scheme.skip")
+    for layer in layers:
+        if layer.kind not in holds:
+            raise ValueError(
+                f"{layer.name} is {layer.fmt}, which {format_name} cannot hold (it holds {', '.join(sorted(holds))}); "
+                "choose another of export.formats"
+            )
+    usual = Counter(layer.fmt.group_size for layer in layers).most_common(1)[0][0]
+    for layer in layers:
+        if not mixed_groups and layer.fmt.group_size != usual:
+            raise ValueError(
+                f"{layer.name} is {layer.fmt} where most have group size {usual}: {format_name} has one for the whole "
+                "model; leave out scheme.overrides or export compressed_tensors"
+            )
+
+
+def check_multiples(who: str, layers: Sequence[Layer], rows: int = 1, columns: int = 1) -> None:
+    """Outputs and inputs of every layer are multiples of what `who` (a format or engine) works in."""
+    for layer in layers:
+        for value, unit, what in ((layer.rows, rows, "outputs"), (layer.columns, columns, "inputs")):
+            if value % unit:
+                raise ValueError(
+                    f"{layer.name} has {value} {what}; {who} takes multiples of {unit}. Leave it unquantized "
+                    f"(scheme.skip: [{layer.name}]) or choose another of export.formats"
+                )
+
+
+def check_fused(who: str, layers: Sequence[Layer], arch: Arch) -> None:
+    """Linears that read the same input are stored alike: engines run them as one."""
+    by_name = {layer.name: layer.fmt for layer in layers}
+    blocks = {layer.name[len(arch.blocks) + 1 :].partition(".")[0] for layer in layers}
+    for block in sorted(blocks, key=int):
+        for group in arch.shared_input:
+            names = [f"{arch.blocks}.{block}.{leaf}" for leaf in group]
+            for name in names[1:]:
+                ours, first = by_name.get(name), by_name.get(names[0])
+                if ours != first:
+                    raise ValueError(
+                        f"{name} is {ours or 'not quantized'}, {names[0]} is {first or 'not quantized'}: {who} runs "
+                        "them as one linear; give all of them the same scheme.overrides, or skip all"
+                    )
+
+
+def check_shared_scales(who: str, artifact: Artifact, layers: Sequence[Layer], arch: Arch) -> None:
+    """Per-tensor scales are equal within linears that read the same input."""
+    quantized = {layer.name for layer in layers if layer.kind == "fp8-tensor"}
+    blocks = {name[len(arch.blocks) + 1 :].partition(".")[0] for name in quantized}
+    for block in sorted(blocks, key=int):
+        for group in arch.shared_input:
+            names = [n for n in (f"{arch.blocks}.{block}.{leaf}" for leaf in group) if n in quantized]
+            for part in ("scale", "input_scale"):
+                values = {name: artifact.raw(f"{name}.{part}").item() for name in names}
+                if len(set(values.values())) > 1:
+                    raise ValueError(
+                        f"the {part} of {', '.join(f'{n} is {v:.6g}' for n, v in values.items())}: engines of {who} "
+                        "take the largest for all and round the weights again; calibrate them with a shared scale"
+                    )

@@ -1,0 +1,48 @@
+"""vLLM 0.26 and later. LOADS and the rules below are what its loaders and kernel gates accept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from export._layers import Layer
+from export.engines._rules import check_common
+from qat.arch import Arch
+
+VERSION = 1
+LOADS = {
+    "awq": {"int4", "int4-asym"},
+    "gptq": {"int4"},
+    "compressed_tensors": {"int4", "int4-asym", "fp8-channel", "fp8-tensor"},
+    "modelopt": {"fp8-tensor"},
+    "dense": {"int4", "int4-asym", "fp8-channel", "fp8-tensor"},
+}
+GROUP_SIZES = (32, 64, 128)  # of the Marlin kernels, beside whole rows; auto_gptq.py refuses any other one everywhere
+
+
+def check(format_name: str, found: Sequence[Layer], arch: Arch) -> None:
+    """Raise ValueError for layers that vLLM would not load in this format."""
+    if format_name == "dense":
+        return
+    check_common("vllm", found, arch)
+    for layer in found:
+        if layer.fmt.is_int and layer.fmt.group_size not in (None, *GROUP_SIZES):
+            fit = [size for size in GROUP_SIZES if layer.columns % size == 0]
+            raise ValueError(
+                f"{layer.name} has group size {layer.fmt.group_size}; vllm runs {GROUP_SIZES} or whole rows. Set "
+                f"scheme.weights.group_size to one of {fit or 'null (whole rows)'}, or leave vllm out of export.engines"
+            )
+
+
+def launch(directory_name: str, config: dict[str, Any]) -> dict[str, str]:
+    """Files by path that start the server. directory_name: of the checkpoint. config: of the exported directory."""
+    needs = ""
+    if (config.get("quantization_config") or {}).get("quant_method") == "modelopt":
+        needs = "# FP8 with one scale per tensor needs a GPU of compute capability 8.9 or newer.\n"
+    script = f"""#!/bin/sh
+# Serve this checkpoint with vLLM: OpenAI-compatible API on port 8000. Arguments are passed on, e.g. --port 9000.
+# The quantization is found in config.json; do not pass --quantization.
+{needs}cd "$(dirname "$0")/.." || exit 1
+exec vllm serve . --served-model-name {directory_name} --dtype {config["dtype"]} "$@"
+"""
+    return {"serve/vllm.sh": script}

@@ -1,0 +1,58 @@
+"""Read an exported directory and say everything in it that an engine would reject, misread, or drop without a word.
+
+Headers first: files and index, then names, shapes and dtypes, then biases and the list of unquantized linears; then the
+values; last, when the artifact is at hand, every tensor against its source. It stops after the first level with faults,
+because later ones would only follow from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from pathlib import Path
+
+from gate import _lint_files, _lint_names, _lint_values
+from gate._check import Fault
+from gate.readers import open_export
+from qat.artifact import Artifact
+from qat.scheme import Section
+
+VERSION = 1
+
+
+class Options(Section):
+    """Nothing to choose."""
+
+
+def check(directory: Path | str, engines: Collection[str], artifact: Artifact | None = None) -> list[Fault]:
+    """Everything that is wrong with an exported directory; empty when it is good.
+
+    engines: those that must load it (files of export/engines), for the biases they load. artifact: what was exported.
+    Example: `check("runs/demo/export/awq", ["vllm"]) == []`.
+    """
+    folder = Path(directory)
+    faults = list(_lint_files.check(folder))
+    if faults:
+        return faults
+    try:
+        export = open_export(folder)
+    except ValueError as error:
+        return [Fault("config", str(folder), str(error), "the gate must be able to read it", "export it again")]
+    levels: list[Callable[[], Iterator[Fault]]] = [
+        partial(_lint_names.check, export, engines),
+        partial(_lint_values.check, export),
+    ]
+    if artifact is not None:
+        levels.append(partial(_lint_values.compare, export, artifact))
+    for level in levels:
+        faults = list(level())
+        if faults:
+            return faults
+    return []
+
+
+def report(faults: Collection[Fault], at_most: int = 20) -> Iterator[str]:
+    """Lines for a person: the first faults, and how many more there are."""
+    yield from (str(fault) for fault in list(faults)[:at_most])
+    if len(faults) > at_most:
+        yield f"... and {len(faults) - at_most} more"

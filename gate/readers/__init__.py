@@ -1,0 +1,59 @@
+"""Read an exported directory back, by code that shares nothing with the writer but the format's definition."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gate.readers._export import Export, InputQuant, Spec
+from qat import plugins
+
+__all__ = ["Export", "InputQuant", "Spec", "detect", "open_export"]
+
+FORMAT_OF = {"awq": "awq", "gptq": "gptq", "compressed-tensors": "compressed_tensors"}  # by quant_method
+
+
+def open_export(directory: Path | str) -> Export:
+    """The reader of an exported directory, its format told by config.json and hf_quant_config.json.
+
+    Example: `Model(export.config, export)` with `export = open_export("runs/demo/export/awq")`. Raises ValueError for a
+    directory that is not whole, or in a format that no file of gate/readers reads.
+    """
+    folder = Path(directory)
+    name, quantization = detect(folder)
+    export: Export = plugins.find("gate.readers", name).Reader(folder, quantization)
+    return export
+
+
+def detect(folder: Path) -> tuple[str, dict[str, Any]]:
+    """(file of gate/readers, its quantization config). `dense` and {} for a plain checkpoint."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json; give the folder of an exported checkpoint")
+    inline = _read(folder / "config.json").get("quantization_config") or {}
+    method = str(inline.get("quant_method", ""))
+    if (folder / "hf_quant_config.json").is_file() or method.startswith("modelopt"):
+        if method and not method.startswith("modelopt"):
+            raise ValueError(
+                f"{folder}: config.json says quant_method {method!r}, yet there is an hf_quant_config.json, which "
+                "TensorRT-LLM obeys; one directory holds one format: remove the file that is not meant"
+            )
+        return "modelopt", inline
+    if not inline:
+        return "dense", {}
+    if method not in FORMAT_OF:
+        raise ValueError(
+            f"{folder}: quant_method {method!r} is not one that the gate reads "
+            f"({', '.join(FORMAT_OF)}, modelopt); a new one is a new file gate/readers/{method or 'x'}.py"
+        )
+    return FORMAT_OF[method], inline
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is {type(found).__name__} JSON; an object is expected")
+    return found

@@ -1,0 +1,170 @@
+"""What every reader of an exported directory has in common."""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gate.readers._headers import Entry, read_header, weight_files
+from qat.arch import Arch, arch_of
+from qat.checkpoint import SafetensorsFolder
+
+InputQuant = Literal["token"] | Tensor | None  # dynamic per token, a static float32 scale, or activations left alone
+FLOATS = ("F16", "BF16", "F32")
+
+
+class Spec(NamedTuple):
+    """What the format's definition says of one stored tensor: allowed dtypes, allowed shapes."""
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    required: bool = True
+
+
+class BrokenRule(NamedTuple):
+    """A stored value that the format does not allow: part of the linear, what is there, the rule, the way out."""
+
+    part: str
+    value: str
+    rule: str
+    way_out: str
+
+
+class Export(ABC):
+    """An exported directory as a plain Hugging Face checkpoint: a `Tensors` source for `qat.model.Model`.
+
+    `names()` and `get()` show X.weight dequantized to float32, biases and untouched parameters; the stored parts are
+    hidden and come through `codes`, `scale`, `zero` and `input_quant`. Only the tensor asked for is in memory. A bias
+    that the architecture does not declare is shown as well: `gate/lint.py` is what refuses it.
+
+    A format gives PARTS (tensors beside X.weight and X.bias that make X a quantized linear) and the methods below.
+    Raises ValueError for a directory that contradicts the format.
+    """
+
+    PARTS: frozenset[str] = frozenset()
+
+    def __init__(self, folder: Path, quantization: dict[str, Any]) -> None:
+        self.folder, self.quantization = folder, quantization
+        self.format = type(self).__module__.rpartition(".")[2]
+        self.config = AutoConfig.from_pretrained(folder)
+        self.config.__dict__.pop("quantization_config", None)
+        self.arch: Arch = arch_of(self.config)
+        self.stored: dict[str, Entry] = {}
+        for file in weight_files(folder):
+            self.stored.update(read_header(folder / file))
+        self._files = SafetensorsFolder(folder)
+        owners = (name.rpartition(".") for name in self.stored)
+        self.linears = sorted({owner for owner, _, part in owners if part in self.PARTS})
+        self._hidden = {f"{linear}.{part}" for linear in self.linears for part in self.PARTS}
+        self.check()
+
+    def check(self) -> None:  # noqa: B027
+        """Raise ValueError when the quantization config asks for something this reader does not know."""
+
+    @abstractmethod
+    def codes(self, name: str) -> Tensor:
+        """Codes (N, K) of a quantized linear: uint8 0..15, or float8 E4M3."""
+
+    @abstractmethod
+    def scale(self, name: str) -> Tensor:
+        """float32 scale: (N, K / g), (N, 1) or (1, 1)."""
+
+    @abstractmethod
+    def layout(self, name: str, rows: int, columns: int) -> dict[str, Spec]:
+        """What must be stored for the linear `name` with `columns` inputs and `rows` outputs, by part."""
+
+    def zero(self, name: str) -> Tensor | None:
+        """uint8 zero point (N, K / g) as stored, or None when the format stores none."""
+        return None
+
+    def group_size(self, name: str) -> int | None:
+        """Inputs that share a scale as the config declares it, or None for a whole row."""
+        return None
+
+    def shared(self) -> tuple[str, ...]:
+        """Parts that must be equal in linears which an engine fuses."""
+        return ()
+
+    def excluded(self, name: str) -> bool | None:
+        """Whether the config keeps the linear `name` unquantized; None where the engine infers that from the files."""
+        return None
+
+    def broken_rules(self, name: str, rows: int, columns: int) -> Iterator[BrokenRule]:
+        """Rules of this format alone that the stored values of the linear `name` break."""
+        return iter(())
+
+    def input_quant(self, name: str) -> InputQuant:
+        """How the engine quantizes the activations that enter the linear `name`."""
+        return None
+
+    def is_fp8(self, name: str) -> bool:
+        """Whether the codes of the linear `name` are fp8; engines keep its scales in float32."""
+        entry = self.stored.get(f"{name}.weight")
+        return entry is not None and entry.dtype == "F8_E4M3"
+
+    def weight(self, name: str) -> Tensor:
+        """The float32 weight (N, K) of a quantized linear."""
+        codes, scale = self.codes(name), self.scale(name)
+        if codes.dtype == torch.float8_e4m3fn:
+            return codes.float() * scale
+        zero = self.zero(name)
+        groups = codes.float().view(*scale.shape, -1)
+        offset = 8.0 if zero is None else zero.float()[..., None]
+        return ((groups - offset) * scale[..., None]).view(codes.shape)
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor as stored."""
+        return self._files.get(name)
+
+    def names(self) -> list[str]:
+        """Names as in a plain Hugging Face checkpoint."""
+        return sorted((self.stored.keys() - self._hidden) | {f"{name}.weight" for name in self.linears})
+
+    def get(self, name: str) -> Tensor:
+        owner = name.removesuffix(".weight")
+        return self.weight(owner) if name.endswith(".weight") and owner in self.linears else self.raw(name)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter that the config's architecture has, a tied head once."""
+        with torch.device("meta"):  # a copy, because from_config writes the dtype into it
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config))
+        return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+    @property
+    def size_on_disk(self) -> int:
+        """Bytes of the weight files."""
+        return sum((self.folder / file).stat().st_size for file in weight_files(self.folder))
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits of the quantized linears (codes, scales, zero points, biases...) per weight of theirs.
+
+        Without quantized linears: the same for all linears of the decoder blocks.
+        """
+        blocks = range(self.config.num_hidden_layers)
+        of = set(self.linears) or {name for index in blocks for name in self.arch.block_linears(index)}
+        stored = sum(entry.num_bytes for name, entry in self.stored.items() if name.rpartition(".")[0] in of)
+        return 8 * stored / sum(math.prod(self.shapes[f"{name}.weight"]) for name in of)
+
+    @property
+    def bits_per_parameter(self) -> float:
+        """Stored bits of the whole model per parameter of the architecture."""
+        return 8 * sum(e.num_bytes for e in self.stored.values()) / sum(map(math.prod, self.shapes.values()))
+
+
+def unpack_nibbles(words: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """int32 (R, C) -> uint8 (R, 8 C): column 8 j + order[i] is bits 4 i .. 4 i + 3 of word j."""
+    out = torch.empty(*words.shape, 8, dtype=torch.uint8)
+    for i, place in enumerate(order):
+        out[..., place] = ((words >> (4 * i)) & 15).to(torch.uint8)
+    return out.flatten(1)

@@ -1,0 +1,251 @@
+"""The gate as a stage: lint every exported directory, measure every state, judge the thresholds, write verdict.json.
+
+`run` does all of it. Measurements are remembered by content (config, tensors, text, parent), thresholds are judged
+every time. verdict.json:
+
+    schema      1
+    status      "released", or "refused" when any export has a fault or misses a check
+    exports     name -> {path (relative to verdict.json), format, released,
+                faults: [{kind, where, what, rule, way_out, text}], checks: [{name, value, bound, passed, text}]}
+    checks      the checks of all exports in one list, each with its `export`
+    table       one row a state: {state, format, perplexity, kl, kl_stderr, top1, perplexity_recovered, kl_recovered,
+                size_on_disk, bits_per_weight, bits_per_parameter, seconds, note}; null where there is no number
+    evaluation  {fingerprint, num_windows, length, num_tokens, dtype, device}
+    states      name -> the measurement with sums per window ({nll, kl, top1}), for paired statistics
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gate import _measure, lint
+from gate._check import Check, Fault
+from gate._inputs import hooks
+from gate.readers import Export, InputQuant, open_export
+from gate.stage import table
+from gate.stage._content import digest, effective, files_key, fingerprint, remembered, write_json
+from qat import plugins
+from qat.artifact import Artifact
+from qat.checkpoint import Tensors
+from qat.model import Model
+from qat.scheme import Section
+from qat.tokens import fingerprint as text_fingerprint
+
+
+@dataclass(frozen=True)
+class State:
+    """Something to measure: the parent, an artifact after a stage, an exported directory.
+
+    key: changes when its content may have. folder: its files. seconds: what making it took. baseline: the state
+    (round-to-nearest) whose lost accuracy it should win back. input_quant: of the linears whose inputs are quantized.
+    """
+
+    name: str
+    key: str
+    config: Any
+    tensors: Tensors
+    folder: Path
+    format: str
+    input_quant: Callable[[str], InputQuant] | None = None
+    baseline: str | None = None
+    seconds: float | None = None
+
+    def model(self, device: torch.device | str, dtype: torch.dtype) -> Model:
+        """The model of this state, read block by block, activations quantized as its engine does."""
+        model = Model(self.config, self.tensors, device, dtype)
+        if self.input_quant:
+            model.prepare = hooks(model.arch, self.input_quant)
+        return model
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An exported directory to judge. engines: those that must load it. artifact: what it was exported from."""
+
+    name: str
+    directory: Path
+    engines: Collection[str]
+    key: str = ""
+    artifact: Artifact | None = None
+    baseline: str | None = None
+    seconds: float | None = None
+
+
+def plain_state(name: str, folder: Path, key: str = "", **more: Any) -> State:
+    """A full-precision checkpoint (the parent), or any exported directory."""
+    export = open_export(folder)
+    input_quant = None if export.format == "dense" else export.input_quant
+    return State(name, key, export.config, export, folder, export.format, input_quant, **more)
+
+
+def artifact_state(name: str, artifact: Artifact, config: Any, key: str = "", **more: Any) -> State:
+    """An artifact between stages; `config` is the parent's."""
+
+    def input_quant(linear: str) -> InputQuant:
+        if artifact.scheme.inputs is None or linear not in artifact.formats:
+            return None
+        static = artifact.optional(f"{linear}.input_scale")
+        return "token" if static is None else static.float().view(())
+
+    return State(name, key, config, artifact, artifact.path, str(artifact.scheme), input_quant, **more)
+
+
+def run(
+    path: Path,
+    parent: State,
+    stages: Sequence[State],
+    exports: Sequence[Exported],
+    windows: Tensor,
+    gate: Mapping[str, Section],
+    cache: Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    progress: _measure.Progress | None = None,
+) -> dict[str, Any]:
+    """Lint, measure and judge; write `path` (verdict.json) and return what is in it.
+
+    stages: states between parent and exports, for the table only. windows: held-out token ids (num_windows, length).
+    gate: options by the name of a file of gate/. cache: folder of remembered results. An export with faults is not
+    measured.
+    """
+    faults = {e.name: inspect(e, cache) if "lint" in gate else [] for e in exports}
+    states = [
+        plain_state(e.name, e.directory, e.key, baseline=e.baseline, seconds=e.seconds)
+        for e in exports
+        if not faults[e.name]
+    ]
+    measured = measure_all(parent, [*stages, *states], windows, cache, device, dtype, progress)
+    return verdict(path, measured, exports, faults, gate)
+
+
+def inspect(export: Exported, cache: Path) -> list[dict[str, Any]]:
+    """The faults that lint finds in an exported directory, as JSON; remembered while no file of it changes."""
+    source = files_key(export.artifact.path) if export.artifact else None
+    key = digest(lint.VERSION, export.key, files_key(export.directory), source, sorted(export.engines))
+    found: list[dict[str, Any]] = remembered(
+        cache,
+        "lint",
+        key,
+        lambda: [fault.as_dict() for fault in lint.check(export.directory, export.engines, export.artifact)],
+    )
+    return found
+
+
+def measure_all(
+    parent: State,
+    states: Sequence[State],
+    windows: Tensor,
+    cache: Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    progress: _measure.Progress | None = None,
+) -> dict[str, Any]:
+    """{"evaluation": ..., "states": name -> measurement, the parent first}, for JSON.
+
+    The parent is run once for all states that are not remembered. A state whose tensors, config and quantized inputs
+    all equal those of an earlier one has the same numbers and is not run again; `same_as` names that one.
+    """
+    every = [parent, *states]
+    if len({state.name for state in every}) < len(every):
+        raise ValueError(f"states to measure need different names, got {[state.name for state in every]}")
+    text, device_type = text_fingerprint(windows), torch.device(device).type
+    content = {state.name: _content(state, cache) for state in every}
+    setting = (_measure.VERSION, content[parent.name], text, str(dtype), device_type)
+    keys = {name: digest(*setting, value) for name, value in content.items()}
+    first = {content[state.name]: state for state in reversed(every)}
+    known = {key: remembered(cache, "measure", key) for key in keys.values()}
+    todo = [s for s in states if first[content[s.name]] is s and known[keys[s.name]] is None]
+    if todo or known[keys[parent.name]] is None:
+        models = {state.name: state.model(device, dtype) for state in todo}
+        own, others = _measure.measure_many(parent.model(device, dtype), models, windows, progress)
+        for name, measurement in {parent.name: own, **others}.items():
+            known[keys[name]] = measurement.as_dict()
+            write_json(cache / f"measure-{keys[name]}.json", known[keys[name]])
+    out: dict[str, dict[str, Any]] = {}
+    for state in every:
+        numbers, same = known[keys[state.name]], first[content[state.name]]
+        out[state.name] = {
+            **numbers,
+            "measure_seconds": numbers["seconds"],
+            "seconds": state.seconds,
+            "format": state.format,
+            "fingerprint": content[state.name],
+            "same_as": None if same is state else same.name,
+            "baseline": state.baseline,
+            **_sizes(state.tensors),
+        }
+    evaluation = {
+        "fingerprint": text,
+        "num_windows": len(windows),
+        "length": windows.shape[1],
+        "num_tokens": out[parent.name]["num_tokens"],
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device_type,
+    }
+    return {"evaluation": evaluation, "states": out}
+
+
+def _content(state: State, cache: Path) -> str:
+    """The fingerprint of a state, which means reading all of it; remembered while no file of it changes."""
+    unread = digest(state.key, state.format, effective(state.config), files_key(state.folder))
+    found: str = remembered(
+        cache, "content", unread, lambda: fingerprint(state.config, state.tensors, state.input_quant)
+    )
+    return found
+
+
+def _sizes(tensors: Tensors) -> dict[str, float | None]:
+    if not isinstance(tensors, Export):  # an artifact is not a format that anything serves
+        return {"size_on_disk": None, "bits_per_weight": None, "bits_per_parameter": None}
+    return {
+        "size_on_disk": tensors.size_on_disk,
+        "bits_per_weight": tensors.bits_per_weight,
+        "bits_per_parameter": tensors.bits_per_parameter,
+    }
+
+
+def verdict(
+    path: Path,
+    measured: dict[str, Any],
+    exports: Sequence[Exported],
+    faults: Mapping[str, list[dict[str, Any]]],
+    gate: Mapping[str, Section],
+) -> dict[str, Any]:
+    """Judge every export, write `path` and return what is in it. An export without a measurement is refused."""
+    states = measured["states"]
+    parent = next(iter(states.values()))
+    judged: dict[str, dict[str, Any]] = {}
+    for export in exports:
+        listed, checks = list(faults.get(export.name, [])), list[Check]()
+        state = states.get(export.name)
+        if state is not None and state["perplexity"] is None:
+            what = "its logits are not finite on the evaluation text"
+            listed.append(Fault("finite", export.name, what, "they must be", "look at its scales and biases").as_dict())
+        elif state is not None:
+            for name, options in gate.items():
+                judge = getattr(plugins.find("gate", name), "judge", None)
+                checks += judge(state, parent, options) if judge else []
+        judged[export.name] = {
+            "path": os.path.relpath(export.directory, path.parent),
+            "format": state["format"] if state else None,
+            "released": state is not None and not listed and all(check.passed for check in checks),
+            "faults": listed,
+            "checks": [check.as_dict() for check in checks],
+        }
+    out = {
+        "schema": 1,
+        "status": "released" if judged and all(e["released"] for e in judged.values()) else "refused",
+        "exports": judged,
+        "checks": [{"export": name, **check} for name, e in judged.items() for check in e["checks"]],
+        "table": table.rows(states, {name: e["faults"] for name, e in judged.items()}),
+        **measured,
+    }
+    write_json(path, out)
+    return out

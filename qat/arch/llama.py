@@ -1,0 +1,22 @@
+"""Llama 1-3 and everything that calls itself LlamaForCausalLM (SmolLM2, TinyLlama, Yi...)."""
+
+from qat.arch import Arch, BiasSlots
+
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+# vLLM llama.py, TensorRT-LLM modeling_llama.py and transformers agree: two flags, all seven linears.
+SLOTS = BiasSlots(by_flag={"attention_bias": ATTENTION, "mlp_bias": MLP})
+
+ARCH = Arch(
+    model_types=("llama",),
+    class_name="LlamaForCausalLM",
+    linears=ATTENTION + MLP,
+    shared_input=(ATTENTION[:3], ATTENTION[3:], MLP[:2], MLP[2:]),
+    norm_pairs=(
+        ("input_layernorm", ATTENTION[:3]),
+        ("self_attn.v_proj", ("self_attn.o_proj",)),
+        ("post_attention_layernorm", MLP[:2]),
+        ("mlp.up_proj", ("mlp.down_proj",)),
+    ),
+    bias_slots={"vllm": SLOTS, "trtllm": SLOTS, "transformers": SLOTS},
+)

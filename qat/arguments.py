@@ -1,0 +1,164 @@
+"""From a command line to the mapping a recipe is validated from: strict YAML, `dotted.key=value`, paths.
+
+YAML is read by its 1.2 rules, where PyYAML follows 1.1: `1e-5` is a number, `no` and `12:30` are text, `007` is seven;
+and a key given twice is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qat import plugins
+from qat.scheme import did_you_mean
+
+KEYWORDS = ("demo", "micro")  # model sources that are no path
+FILE_SUFFIXES = {".gguf", ".txt", ".jsonl", ".parquet", ".xz", ".gz", ".safetensors"}
+
+
+class RecipeError(ValueError):
+    """A mistake in a recipe or command line; its text is the whole message. Exit code 2."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 scalars; a repeated key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            if key_node.tag != "tag:yaml.org,2002:merge" and seen.setdefault(key, line) != line:
+                raise RecipeError(f"{key!r} stands twice, in line {seen[key]} and in line {line}; keep one")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", r"<<", "<"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
+
+
+def _float(text: str) -> float:
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+_Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: _float(node.value))
+
+
+def read_yaml(text: str) -> Any:
+    """The value of a YAML text. Raises RecipeError with the place of a mistake."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise RecipeError("not YAML: " + " ".join(str(error).split())) from error
+
+
+def read(argv: list[str]) -> tuple[Path, dict[str, Any], list[str]]:
+    """(recipe file, its values with the overrides in and `name` filled, problems so far).
+
+    Raises RecipeError when there is no one file to read.
+    """
+    given = [argument.removeprefix("recipe=") for argument in argv if argument.startswith("recipe=")]
+    if len(given) != 1:
+        raise RecipeError(f"give one recipe=FILE, got {len(given)}; recipes/ has: {', '.join(_shipped())}")
+    file = find_recipe(given[0])
+    try:
+        values = read_yaml(file.read_text(encoding="utf-8"))
+    except (RecipeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{file}: {error}") from error
+    if not isinstance(values, dict):
+        raise RecipeError(f"{file} holds a {type(values).__name__}, not a mapping of sections (model:, data:, ...)")
+    wrong: list[str] = []
+    for argument in argv:
+        if not argument.startswith("recipe="):
+            try:
+                override(values, argument)
+            except RecipeError as error:
+                wrong.append(str(error))
+    if values.get("name") is None:
+        values["name"] = file.stem
+    return file, values, wrong + settle_paths(values, file.parent)
+
+
+def _shipped() -> list[str]:
+    return sorted(path.name for path in (plugins.ROOT / "recipes").glob("*.yaml"))
+
+
+def find_recipe(text: str) -> Path:
+    """`text` when that file exists, else recipes/`text` of the repository."""
+    path = Path(text).expanduser()
+    for candidate in (path, plugins.ROOT / "recipes" / path):
+        if candidate.is_file():
+            return candidate
+    raise RecipeError(f"recipe={text}: no such file, nor recipes/{text}{did_you_mean(text, _shipped())}")
+
+
+def override(values: dict[str, Any], argument: str) -> None:
+    """Put `dotted.key=value` into `values`; the value is read as YAML. Raises RecipeError."""
+    path, sign, text = argument.partition("=")
+    keys = path.split(".")
+    if not sign or not all(keys) or argument.startswith("-"):
+        raise RecipeError(f"{argument}: not of the form dotted.key=value, such as train.steps=50")
+    try:
+        value = read_yaml(text)
+    except RecipeError as error:
+        raise RecipeError(f"{argument}: {error}") from error
+    where = values
+    for depth, key in enumerate(keys[:-1], 1):
+        where = where.setdefault(key, {})
+        if not isinstance(where, dict):
+            outer, rest = ".".join(keys[:depth]), ": {".join(keys[depth:])
+            beside = "" if where is None or isinstance(where, list) else f"name: {where}, "
+            raise RecipeError(
+                f"{path}: {outer} is {'null' if where is None else repr(where)}, which has no keys; give it whole: "
+                f"{outer}='{{{beside}{rest}: {text}{'}' * (len(keys) - depth)}'"
+            )
+    where[keys[-1]] = value
+
+
+def settle_paths(values: dict[str, Any], recipe_folder: Path) -> list[str]:
+    """Rewrite relative paths of model and texts so that they hold from here; return what is missing."""
+    data = values.get("data")
+    parts = data if isinstance(data, dict) else {}
+    sections = {"model": values.get("model"), **{f"data.{name}": part for name, part in parts.items()}}
+    wrong = []
+    for where, section in sections.items():
+        source = section.get("source") if isinstance(section, dict) else None
+        if isinstance(source, str) and not (where == "model" and source in KEYWORDS):
+            found = locate(source, recipe_folder)
+            if found is not None:
+                section["source"] = found
+            elif source.startswith(("/", ".", "~")) or source.count("/") > 1 or Path(source).suffix in FILE_SUFFIXES:
+                wrong.append(
+                    f"{where}.source: {source} does not exist, neither here, in the repository nor beside the recipe; "
+                    f"set {where}.source=PATH"
+                )
+    return wrong
+
+
+def locate(source: str, recipe_folder: Path) -> str | None:
+    """Where the file or folder `source` is, seen from the current directory, or None when it is nowhere.
+
+    Looked for in the current directory, then in the repository, then beside the recipe.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        return str(path)
+    for folder in (plugins.ROOT, recipe_folder):
+        if not path.is_absolute() and (folder / path).exists():
+            return os.path.relpath(folder / path)
+    return None

@@ -1,0 +1,91 @@
+"""Tensors by name, from a Hugging Face folder of safetensors files. The one place that opens weight files.
+
+Everything that reads weights (a parent, an artifact, an exported directory) offers `names()` and `get(name)`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+
+
+class Tensors(Protocol):
+    """A source of named tensors."""
+
+    def names(self) -> list[str]: ...
+
+    def get(self, name: str) -> Tensor: ...
+
+
+class SafetensorsFolder:
+    """Tensors of one or more `*.safetensors` files of a folder, found through the index or, without one, all files.
+
+    Raises ValueError for a file that is missing, truncated, not safetensors (a Git-LFS pointer, a pickle), named twice
+    or outside the folder. Each `get` copies the tensor and closes the file, so no mapped pages stay in memory.
+    """
+
+    def __init__(self, folder: Path, files: list[str] | None = None) -> None:
+        self.folder = folder
+        self._file_of: dict[str, str] = {}
+        index = folder / INDEX
+        if files is None and index.is_file():
+            self._read_index(index)
+            return
+        for file in files if files is not None else self._weight_files():
+            for name in self._keys(file):
+                if name in self._file_of:
+                    raise ValueError(f"{folder}: tensor {name} is in both {self._file_of[name]} and {file}; keep one")
+                self._file_of[name] = file
+
+    def _weight_files(self) -> list[str]:
+        files = sorted(p.name for p in self.folder.glob("*.safetensors"))
+        if not files:
+            other = sorted(p.name for p in self.folder.glob("*.bin")) + sorted(p.name for p in self.folder.glob("*.pt"))
+            hint = f" ({other[0]} is a pickle, which is never loaded: convert it to safetensors)" if other else ""
+            raise ValueError(f"{self.folder} holds no *.safetensors file{hint}")
+        return files
+
+    def _read_index(self, index: Path) -> None:
+        weight_map = json.loads(index.read_text()).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index} has no weight_map")
+        self._file_of = dict(weight_map)
+        for file in sorted(set(weight_map.values())):
+            if Path(file).name != file:
+                raise ValueError(f"{index} points to {file!r}, outside its folder; shards must lie beside the index")
+            missing = {n for n, f in weight_map.items() if f == file} - set(self._keys(file))
+            if missing:
+                raise ValueError(f"{index} says that {file} holds {min(missing)}, but it does not; the shard is not whole")
+
+    def _keys(self, file: str) -> list[str]:
+        with self._open(file) as f:
+            return list(f.keys())
+
+    def _open(self, file: str):  # type: ignore[no-untyped-def]
+        path = self.folder / file
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; the index names it")
+        try:
+            return safe_open(path, framework="pt")
+        except SafetensorError as error:
+            with path.open("rb") as f:
+                is_pointer = f.read(20).startswith(b"version https://git")
+            why = "a Git-LFS pointer: fetch the real file (git lfs pull)" if is_pointer else f"not valid: {error}"
+            raise ValueError(f"{path} is {why}") from error
+
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def files(self) -> list[str]:
+        return sorted(set(self._file_of.values()))
+
+    def get(self, name: str) -> Tensor:
+        """A copy of one tensor. Raises KeyError when there is none of that name."""
+        with self._open(self._file_of[name]) as f:
+            return f.get_tensor(name).clone()

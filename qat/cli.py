@@ -1,0 +1,97 @@
+"""The `tare` command, for people. `accelerate launch qat/train.py` is the same run for launchers."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from qat import __version__
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Quantize a model to INT4 or FP8, learn back what rounding cost, release it only when it is good enough.",
+)
+Arguments = Annotated[
+    list[str], typer.Argument(metavar="recipe=FILE [dotted.key=value ...]", help="a recipe, and what differs from it")
+]
+
+
+class RecipeCommand(TyperCommand):
+    """A command whose help ends with every key of a recipe."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        from qat.recipe import Recipe
+
+        formatter.write("\nKeys of a recipe, with their defaults:\n")
+        formatter.write_dl(list(_keys(Recipe)), col_max=34)
+        formatter.write(
+            "\nExit codes: 0 released or ungated, 1 failed, 2 recipe or usage, 3 the gate said no, 4 inconclusive\n"
+        )
+
+
+def _keys(section: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, what it is and its default) for every field below a section."""
+    from pydantic_core import PydanticUndefined
+
+    from qat.scheme import Section
+
+    for name, field in section.model_fields.items():
+        inner = [t for t in _types(field.annotation) if isinstance(t, type) and issubclass(t, Section)]
+        nested = [t for t in inner if t.__name__ not in ("Choice", "Section")]
+        if nested:
+            if field.description:
+                yield f"{path}{name}", field.description
+            yield from _keys(nested[0], f"{path}{name}.")
+            continue
+        default = "" if field.default is PydanticUndefined else f" [{json.dumps(field.default, default=dict)}]"
+        yield f"{path}{name}", f"{field.description}{default}"
+
+
+def _types(annotation: Any) -> list[Any]:
+    """The type itself, or the members of a union; not what a list or dict holds."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return list(typing.get_args(annotation)) if is_union else [annotation]
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"tare {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="version")] = False,
+) -> None:
+    pass
+
+
+@app.command(cls=RecipeCommand)
+def run(arguments: Arguments) -> None:
+    """Run every stage of a recipe; what is finished is reused."""
+    from qat.train import main
+
+    raise typer.Exit(main(arguments))
+
+
+@app.command(cls=RecipeCommand)
+def plan(arguments: Arguments) -> None:
+    """Print the resolved recipe, the stages to run and to reuse, and what they need. Loads no torch."""
+    from qat import plan, report
+    from qat.recipe import RecipeError
+
+    try:
+        raise typer.Exit(plan.main(arguments))
+    except ValueError as error:
+        report.complain(str(error))
+        raise typer.Exit(2 if isinstance(error, RecipeError) else 1) from None

@@ -1,0 +1,81 @@
+"""A linear whose codes are frozen and whose bias and scales are learned: y = x W(scale)^T + bias.
+
+The forward pass uses exactly what will be exported: scale and bias rounded to the shared 16-bit grid, the gradient
+passed straight through the rounding (Bengio, Leonard and Courville 2013). Without learned scales the weight is
+dequantized once; no gradient of the weight is ever formed for bias training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qat.quant import Quantized, dequantize, fake_quant_input, grouped, signed_codes
+from qat.scheme import TensorFormat
+
+
+class OnGrid(torch.autograd.Function):
+    """`quant.to_grid` without its check (which would stall a GPU at every step); the gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.bfloat16().half().float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+class FakeQuantInput(torch.autograd.Function):
+    """fp8 activations as the engine sees them; the gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, input_scale: Tensor | None) -> Tensor:
+        return fake_quant_input(x, input_scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class ScaledCodes(torch.autograd.Function):
+    """W[n, k] = codes[n, k] * scale[n, k // g]; dL/dscale[n, j] = sum over the group of dL/dW * codes.
+
+    codes: int8 (N, K / g, g), zero point already taken off. scale: (N, K / g) in the dtype of the computation.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, codes: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(codes, scale)
+        return (codes * scale[..., None]).flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        codes, scale = ctx.saved_tensors
+        return None, (grad.view(codes.shape) * codes).sum(-1, dtype=torch.float32).to(scale.dtype)
+
+
+class CompensatedLinear(nn.Module):
+    """Takes the place of a linear in the student, which sets `scale` and `bias` before each forward pass.
+
+    With learned scales it holds the signed `codes`, int8 (N, K / g, g); otherwise the dequantized `weight` (N, K).
+    """
+
+    def __init__(self, q: Quantized, fmt: TensorFormat, learn_scale: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        if learn_scale and not fmt.is_int:
+            raise ValueError(f"train.learn.scale trains int4 group scales; {fmt} has none: learn the bias only")
+        self.codes = grouped(signed_codes(q).to(torch.int8), fmt.group_of(q.codes.shape[1])) if learn_scale else None
+        self.weight = None if learn_scale else dequantize(q, fmt).to(dtype)
+        self.scale: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.quantized_input, self.input_scale = False, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.quantized_input:
+            x = FakeQuantInput.apply(x, self.input_scale)
+        weight = self.weight if self.codes is None else ScaledCodes.apply(self.codes, self.scale)
+        return F.linear(x, weight, self.bias)

@@ -1,0 +1,89 @@
+"""What the stages of one run share: the parent, the texts as token windows, device and dtype of the computation."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from qat import outline, report
+from qat.outline import Step
+from qat.parent import Parent, open_parent
+from qat.recipe import Recipe
+from qat.sections import Compute
+from qat.stages import Run, Stage
+from qat.tokens import Corpus, windows
+
+
+class Job:
+    """Opened once per run, on every rank. Raises ValueError for a parent or a text that cannot be used."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.recipe = run, run.recipe
+        model = self.recipe.model
+        cache = outline.parent_cache(self.recipe)
+        cache.mkdir(parents=True, exist_ok=True)
+        self.parent: Parent = open_parent(model.source, model.revision, model.trust_remote_code, cache)
+        self.root = outline.inputs(self.recipe, self.parent.folder, run.fingerprints.of)
+        run.inputs = self.root
+        self.steps = outline.outline(self.recipe, self.root)
+        self.made: dict[int, Stage] = {}
+        self.device = device(self.recipe.compute)
+        self.dtype = dtype(self.recipe.compute, self.device)
+        report.say(f"{self.parent.name}: {self.parent.arch.class_name}, computing on {self.device} in {self.dtype}")
+
+    def recipe_of(self, step: Step) -> Recipe:
+        """The recipe of a step's variant."""
+        return dict(self.recipe.by_variant)[step.variant] if step.variant else self.recipe
+
+    def stage(self, index: int, work: Any, everyone: bool = False) -> Stage:
+        """The finished stage of step `index`, its parents being finished."""
+        step = self.steps[index]
+        parents = [self.made[parent] for parent in step.parents]
+        self.made[index] = self.run.stage(
+            step.name, content=step.content, work=work, parents=parents, variant=step.variant, everyone=everyone
+        )
+        return self.made[index]
+
+    def source(self, index: int) -> Stage:
+        """The stage that step `index` works on."""
+        return self.made[self.steps[index].parents[0]]
+
+    @cached_property
+    def calibration(self) -> Corpus:
+        text = self.recipe.data.calibration
+        return self._windows(text, text.length, text.sequences, text.seed)
+
+    @cached_property
+    def evaluation(self) -> Corpus:
+        text = self.recipe.data.evaluation
+        assert text is not None, "the recipe was checked to have evaluation text"
+        return self._windows(text, text.length, text.sequences, text.seed)
+
+    def training(self, length: int) -> Corpus:
+        assert self.recipe.data.training is not None, "the recipe was checked to have training text"
+        return self._windows(self.recipe.data.training, length)
+
+    def _windows(self, text: Any, length: int, sequences: int | None = None, seed: int | None = None) -> Corpus:
+        longest = getattr(self.parent.config, "max_position_embeddings", None)
+        if longest and length > longest:
+            raise ValueError(f"windows of {length} tokens are longer than the model reads ({longest}); shorten length")
+        return windows(self.parent.tokenizer, text.source, length, sequences, seed, text.split, text.column)
+
+
+def device(compute: Compute) -> torch.device:
+    """Where Tare computes; on a GPU, this process's own. Raises ValueError for cuda without a GPU."""
+    if compute.device == "cpu" or (compute.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("compute.device is cuda, but torch sees no GPU; set compute.device=cpu, or auto")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def dtype(compute: Compute, on: torch.device) -> torch.dtype:
+    """auto: bfloat16 on a GPU, float32 on a CPU."""
+    if compute.dtype == "auto":
+        return torch.bfloat16 if on.type == "cuda" else torch.float32
+    return getattr(torch, compute.dtype)  # type: ignore[no-any-return]

@@ -1,0 +1,200 @@
+"""What a finished stage says about itself, and the small tools for saying it: canonical JSON, file hashes, peak memory.
+
+Nothing here needs torch. Nothing from the environment is ever written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from qat import __version__
+
+FILE = "manifest.json"
+RACY_SECONDS = 2.0  # a file younger than this may still change within one tick of its time stamp
+
+
+def digest(value: Any) -> str:
+    """sha256 of the canonical JSON of `value`: keys sorted, no spaces; NaN and unknown types are errors."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of a file's bytes."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    part = path.with_name(f"{path.name}.part{os.getpid()}")
+    with part.open("w", encoding="utf-8") as f:
+        json.dump(value, f, indent=1, ensure_ascii=False)
+        f.write("\n")
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a finished stage, or None: a folder without one is not finished."""
+    try:
+        return json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def list_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Relative path -> sha256 and size of every file below `folder`, except its own manifest."""
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / FILE)
+    return {p.relative_to(folder).as_posix(): {"sha256": hash_file(p), "size": p.stat().st_size} for p in paths}
+
+
+def damage(folder: Path, manifest: dict[str, Any]) -> str | None:
+    """What is wrong with a finished folder at a quick look (sizes, not hashes), or None."""
+    for name, file in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != file["size"]:
+            return f"{name} has {path.stat().st_size} bytes, not {file['size']}"
+    return None
+
+
+def fsync(path: Path) -> None:
+    """Have the disk hold a file, or the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync(folder: Path) -> None:
+    """Have the disk hold all of `folder`, so that a rename after it survives a power cut."""
+    for path in [*folder.rglob("*"), folder]:
+        fsync(path)
+
+
+def versions() -> dict[str, str]:
+    """Versions that can move a result, of tare, python and the libraries installed."""
+    found = {"tare": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "accelerate", "safetensors", "compressed-tensors", "gguf"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def seeds(value: Any, path: str = "") -> dict[str, int]:
+    """Every `seed` of a dumped recipe by dotted path."""
+    if not isinstance(value, dict):
+        return {}
+    found = {f"{path}{key}": inner for key, inner in value.items() if key == "seed"}
+    for key, inner in value.items():
+        found |= seeds(inner, f"{path}{key}.")
+    return found
+
+
+def redact(text: str) -> str:
+    """`text` without Hugging Face tokens and without passwords in URLs."""
+    text = re.sub(r"\bhf_[A-Za-z0-9]{8,}", "hf_***", text)
+    return re.sub(r"(\w+://[^\s:/@]*):[^\s/@]+@", r"\1:***@", text)
+
+
+class Fingerprints:
+    """sha256 of input files, remembered in a JSON file by path, size and time of change: weights are read once."""
+
+    def __init__(self, memory: Path) -> None:
+        self.memory = memory
+        self._known: dict[str, list[Any]] = {}
+        try:
+            self._known = json.loads(memory.read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError):  # only a memory: without it files are read again
+            self._known = {}
+
+    def of(self, path: Path) -> str:
+        """sha256 of a file."""
+        found = self.remembered(path)
+        if found is None:
+            stat = path.stat()
+            found = hash_file(path)
+            if time.time() - stat.st_mtime > RACY_SECONDS:
+                self._known[str(path.resolve())] = [stat.st_size, stat.st_mtime_ns, found]
+                self.memory.parent.mkdir(parents=True, exist_ok=True)
+                write_json(self.memory, self._known)
+        return found
+
+    def remembered(self, path: Path) -> str | None:
+        """sha256 of a file read before and not changed since, else None."""
+        size, mtime_ns, found = self._known.get(str(path.resolve()), (None, None, None))
+        stat = path.stat()
+        return found if (size, mtime_ns) == (stat.st_size, stat.st_mtime_ns) else None
+
+    def of_all(self, paths: Iterable[Path], folder: Path) -> dict[str, str]:
+        """Path relative to `folder` -> sha256."""
+        return {p.relative_to(folder).as_posix(): self.of(p) for p in sorted(paths)}
+
+
+class Peak:
+    """Peak memory while the context is open: `rss_gb` of this process, `gpu_gb` allocated by torch (None without CUDA).
+
+    The kernel's own high-water mark (VmHWM) is reset and read where it lets us; elsewhere a thread samples the resident
+    size every 20 ms. `by` says which. Mapped file pages count as resident, as everywhere.
+    """
+
+    rss_gb: float
+    gpu_gb: float | None = None
+
+    def __enter__(self) -> Peak:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            self.by = "VmHWM"
+        except OSError:
+            self.by = "sampled"
+            self._stop, self._highest = threading.Event(), 0
+            self._thread = threading.Thread(target=self._sample, daemon=True)
+            self._thread.start()
+        if cuda := _cuda():
+            cuda.reset_peak_memory_stats()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._start
+        if self.by == "VmHWM":
+            status = Path("/proc/self/status").read_text()
+            self.rss_gb = int(status.split("VmHWM:")[1].split()[0]) / 2**20
+        else:
+            self._stop.set()
+            self._thread.join()
+            self.rss_gb = self._highest / 2**30
+        if cuda := _cuda():
+            self.gpu_gb = cuda.max_memory_allocated() / 2**30
+
+    def _sample(self) -> None:
+        process = psutil.Process()
+        while True:
+            self._highest = max(self._highest, process.memory_info().rss)
+            if self._stop.wait(0.02):
+                return
+
+
+def _cuda() -> Any:
+    """torch.cuda when torch is imported and uses a device; this module does not import it."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized() else None

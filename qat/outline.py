@@ -1,0 +1,156 @@
+"""Which stages a recipe makes, and what decides the content of each; for the run and for `tare plan`, without torch.
+
+    calibrate -> train -> export (one per format), once per variant; then one gate over all exports
+
+A variant's stage that has the same content as another's is the same stage, and is made once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qat import plugins
+from qat.arguments import KEYWORDS
+from qat.recipe import Recipe
+from qat.stages import stage_key
+
+INDEX = "model.safetensors.index.json"
+BOUNDS = ("max_", "min_")  # gate options that judge a measurement and do not change it
+
+
+@dataclass(frozen=True)
+class Step:
+    """One stage to be: what `Run.stage` wants. parents: indices of earlier steps. format: of an export, else None."""
+
+    name: str
+    variant: str | None
+    content: dict[str, Any]
+    parents: tuple[int, ...]
+    format: str | None = None
+
+    @property
+    def label(self) -> str:
+        return "/".join(word for word in (self.variant, self.name, self.format) if word)
+
+
+def outline(recipe: Recipe, root: dict[str, Any]) -> list[Step]:
+    """The stages in order, up to `recipe.until`. root: the fingerprints of parent and texts that `inputs` gives."""
+    steps: list[Step] = []
+    for variant, one in recipe.by_variant:
+        steps += _steps(variant, one, root, len(steps))
+    if recipe.until in ("calibrate", "train", "export") or recipe.gate is None:
+        return steps
+    exports = tuple(index for index, step in enumerate(steps) if step.name == "export")
+    return [*steps, Step("gate", None, _gate(recipe, root), exports)]
+
+
+def _gate(recipe: Recipe, root: dict[str, Any]) -> dict[str, Any]:
+    checks = {
+        name: {
+            "version": plugins.version("gate", name),
+            "options": {key: value for key, value in options.items() if not key.startswith(BOUNDS)},
+        }
+        for name, options in (recipe.model_dump()["gate"] or {}).items()
+    }
+    return {"checks": checks, "text": root["evaluation"], "compute": recipe.compute.dtype}
+
+
+def _steps(variant: str | None, recipe: Recipe, root: dict[str, Any], first: int) -> list[Step]:
+    """The stages of one variant, when `first` steps come before them."""
+    dumped = recipe.model_dump()  # as a whole: a section dumped by itself would lose the options of its plugins
+    dtype = recipe.compute.dtype
+    questions = dumped["calibrate"]
+    content = {
+        "parent": root["parent"],
+        "text": root["calibration"],
+        "scheme": dumped["scheme"],
+        "calibrate": questions,
+        "versions": {q: plugins.version(f"calibrate.{q}", chosen["name"]) for q, chosen in questions.items()},
+        "compute": dtype,
+    }
+    steps = [Step("calibrate", variant, content, ())]
+    if recipe.until == "calibrate":
+        return steps
+    # training depends on the engines: they decide which linears can hold a bias
+    engines = sorted(recipe.export.engines)
+    if recipe.train:
+        learning = {key: value for key, value in dumped["train"].items() if key != "save_every"}
+        content = {"train": learning, "text": root["training"], "engines": engines, "compute": dtype}
+        steps.append(Step("train", variant, content, (first,)))
+    if recipe.until == "train":
+        return steps
+    source = (first + len(steps) - 1,)
+    for name in recipe.export.formats:
+        content = {
+            "format": name,
+            "version": plugins.version("export.formats", name),
+            "engines": engines,
+            "shard_gb": recipe.export.shard_gb,
+            "dtype": recipe.model.dtype,
+        }
+        steps.append(Step("export", variant, content, source, name))
+    return steps
+
+
+def keys(steps: list[Step]) -> list[str]:
+    """The key of each step."""
+    found: list[str] = []
+    for step in steps:
+        found.append(stage_key(step.name, step.content, [found[parent] for parent in step.parents]))
+    return found
+
+
+def inputs(recipe: Recipe, parent: Path, hash_of: Callable[[Path], str]) -> dict[str, Any]:
+    """What the first stages depend on outside the recipe: hashes of the parent's files and of the texts.
+
+    hash_of: such as `Fingerprints.of`. A hub dataset stands by its id and split. Where a text lies does not matter.
+    """
+    root: dict[str, Any] = {"parent": {path.name: hash_of(path) for path in model_files(parent)}}
+    for part, section in recipe.model_dump()["data"].items():
+        if section is not None:
+            path = Path(section["source"])
+            root[part] = {**section, "source": hash_of(path) if path.is_file() else section["source"]}
+    return root
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint that decide results: its weights, config and tokenizer, sorted."""
+    index = folder / INDEX
+    if index.is_file():
+        weights = {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    else:
+        weights = set(folder.glob("*.safetensors"))
+    patterns = ("config.json", "tokenizer*", "vocab.*", "merges.txt", "*.model", "special_tokens_map.json")
+    return sorted(weights | {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
+def parent_cache(recipe: Recipe) -> Path:
+    """Where folders made from GGUF files and the random `micro` model are kept."""
+    return Path(recipe.output) / ".parents"
+
+
+def local_parent(recipe: Recipe, remembered: Callable[[Path], str | None]) -> Path | None:
+    """The parent's folder when it is on this machine already, without asking a hub or hashing a file; else None."""
+    source = recipe.model.source
+    path = Path(source).expanduser()
+    if source in KEYWORDS:
+        path = plugins.ROOT / "recipes/demo/model" if source == "demo" else parent_cache(recipe) / source
+    elif path.suffix == ".gguf":
+        sha256 = remembered(path) if path.is_file() else None
+        path = parent_cache(recipe) / f"gguf-{(sha256 or '')[:12]}"
+    elif not path.is_dir():
+        path = _hub_snapshot(source, recipe.model.revision or "main")
+    return path if (path / "config.json").is_file() else None
+
+
+def _hub_snapshot(repo: str, revision: str) -> Path:
+    """Where huggingface_hub keeps a downloaded model (its documented cache layout)."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    repo_folder = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{repo.replace('/', '--')}"
+    ref = repo_folder / "refs" / revision
+    return repo_folder / "snapshots" / (ref.read_text().strip() if ref.is_file() else revision)

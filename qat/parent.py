@@ -1,0 +1,143 @@
+"""The full-precision model that everything is compared with: a local folder, a hub id, a GGUF file, `demo` or `micro`.
+
+Whatever it was, it ends as a local Hugging Face folder with safetensors weights, which all stages read block by block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from qat.arch import Arch, arch_of
+from qat.checkpoint import SafetensorsFolder
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "recipes" / "demo" / "model"
+# what travels with a checkpoint beside its weights
+SIDE_FILES = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+              "vocab.*", "merges.txt", "chat_template*", "*.model", "LICENSE*", "NOTICE*", "USE_POLICY*")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parent:
+    """A local folder with the parent. name: what a model card calls it (`base_model`). revision: as asked for."""
+
+    folder: Path
+    name: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    @cached_property
+    def config(self) -> Any:
+        return AutoConfig.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def arch(self) -> Arch:
+        return arch_of(self.config)
+
+    @cached_property
+    def tensors(self) -> SafetensorsFolder:
+        return SafetensorsFolder(self.folder)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        if not any(self.folder.glob("tokenizer*")) and not any(self.folder.glob("vocab.*")):
+            raise ValueError(f"{self.folder} has no tokenizer files; text cannot be read: copy the model's tokenizer there")
+        return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
+
+    def files(self) -> list[Path]:
+        """The files whose content decides the results: weights, config, tokenizer."""
+        return [self.folder / f for f in self.tensors.files()] + side_files(self.folder)
+
+    def check(self) -> Parent:
+        """Raise ValueError for an unknown architecture, an already quantized model, bad shards or no tokenizer."""
+        if getattr(self.config, "quantization_config", None):
+            method = self.config.quantization_config.get("quant_method")
+            raise ValueError(f"{self.name} is already quantized ({method}); Tare starts from full-precision weights")
+        _ = self.arch, self.tensors
+        size, rows = len(self.tokenizer), self.config.vocab_size
+        if size > rows:
+            raise ValueError(f"the tokenizer of {self.name} has {size} tokens, its config only {rows} (vocab_size)")
+        return self
+
+
+def side_files(folder: Path) -> list[Path]:
+    """Config, tokenizer and licence files of a checkpoint folder, sorted by name."""
+    return sorted({p for pattern in SIDE_FILES for p in folder.glob(pattern) if p.is_file()})
+
+
+def open_parent(source: str, revision: str | None, trust_remote_code: bool, cache: Path) -> Parent:
+    """Find or fetch `source`; `cache` takes folders made from GGUF files and the random `micro` model."""
+    if source == "demo":
+        return Parent(DEMO, "tare-demo").check()
+    if source == "micro":
+        from qat.micro import make_micro
+
+        return Parent(make_micro(cache / "micro"), "tare-micro").check()
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf":
+        return Parent(from_gguf(path, cache), path.stem).check()
+    if path.is_dir():
+        return Parent(path, path.resolve().name, revision, trust_remote_code).check()
+    if path.exists() or source.startswith(("/", ".", "~")):
+        raise ValueError(f"model.source {source} is not a folder with a Hugging Face model, a .gguf file or a hub id")
+    return Parent(from_hub(source, revision), source, revision, trust_remote_code).check()
+
+
+def from_hub(repo: str, revision: str | None) -> Path:
+    """Download (or find in the local cache) config, tokenizer and safetensors of a hub model.
+
+    HF_TOKEN, HF_HOME and HF_HUB_OFFLINE act as in huggingface_hub. Raises ValueError when it cannot be had.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    wanted = ["*.safetensors", "*.safetensors.index.json", *SIDE_FILES]
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=wanted))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        offline = " (HF_HUB_OFFLINE is set: only the local cache was searched)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        raise ValueError(
+            f"model.source {repo!r} is no local folder and could not be fetched from the hub{offline}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def from_gguf(path: Path, cache: Path) -> Path:
+    """A folder with the dequantized weights of a GGUF file, through transformers' reader; made once per file content.
+
+    The reader holds the whole model in float32 while it converts.
+    """
+    if not path.is_file():
+        raise ValueError(f"model.source {path} does not exist")
+    digest = hashlib.sha256()
+    with path.open("rb") as f:
+        while chunk := f.read(2**24):
+            digest.update(chunk)
+    folder = cache / f"gguf-{digest.hexdigest()[:12]}"
+    if folder.exists():
+        return folder
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    part = folder.with_name(f"{folder.name}.part{os.getpid()}")
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
+    # transformers marks the loaded model as GGUF-quantized and then refuses to save it
+    model.config.__dict__.pop("quantization_config", None)
+    model.is_quantized, model.hf_quantizer = False, None
+    model.save_pretrained(part)
+    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(part)
+    for licence in path.parent.glob("LICENSE*"):
+        shutil.copy2(licence, part)
+    try:
+        os.replace(part, folder)
+    except OSError:  # another process was first
+        shutil.rmtree(part)
+    return folder

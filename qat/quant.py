@@ -1,0 +1,124 @@
+"""The numbers: codes, scales, zero points. Tensors in, tensors out; one rounding function, used by every stage.
+
+A weight W (rows = output channels N, columns = inputs K) in groups of g inputs is stored as
+
+    int4:  W[n, k] = (codes[n, k] - zero[n, k // g]) * scale[n, k // g]     codes, zero in 0..15; zero = 8 when symmetric
+    fp8:   W[n, k] = codes[n, k] * scale[n or 0, 0]                         codes are float8 E4M3, |code| <= 448
+
+INT4 scales and every bias lie on the grid `x.bfloat16().half().float()`, scales at least 2^-14: such a value is exact in
+bfloat16 and in float16, so the same bytes serve both. A code times a scale then has at most 11 significant bits when
+symmetric: the dequantized weight is exact in float16.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qat.scheme import TensorFormat
+
+MIN_SCALE = 2.0**-14  # the smallest normal float16
+FP8_MAX = 448.0  # largest finite float8 E4M3 (OCP 8-bit floating point specification, table 1)
+SYMMETRIC_ZERO = 8
+
+
+class Quantized(NamedTuple):
+    """One linear's weight.
+
+    codes: (N, K) uint8 0..15 for int4, float8_e4m3fn for fp8. scale: float32, (N, K / g) for int4, (N, 1) for fp8 per
+    channel, (1, 1) for fp8 per tensor. zero: (N, K / g) uint8, or None for symmetric formats.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+
+
+def to_grid(x: Tensor) -> Tensor:
+    """Round float32 values to the grid that bfloat16 and float16 share. Raises ValueError past the float16 range."""
+    y = x.bfloat16().half().float()
+    if not torch.isfinite(y).all():
+        worst = x.abs().nan_to_num(nan=torch.inf).max().item()
+        raise ValueError(f"value {worst:g} has no finite float16 form (at most 65504): the engines store it in 16 bits")
+    return y
+
+
+def scale_to_grid(scale: Tensor) -> Tensor:
+    """Round positive scales to the shared 16-bit grid, none under 2^-14 (a subnormal or zero scale)."""
+    return to_grid(scale.float().clamp_min(MIN_SCALE))
+
+
+def grouped(weight: Tensor, group_size: int) -> Tensor:
+    """View (N, K) as (N, K / group_size, group_size). Raises ValueError when group_size does not divide K."""
+    rows, columns = weight.shape
+    if columns % group_size:
+        raise ValueError(f"group size {group_size} does not divide {columns} inputs")
+    return weight.view(rows, columns // group_size, group_size)
+
+
+def max_scale(amax: Tensor, fmt: TensorFormat) -> Tensor:
+    """The scale that just holds values of magnitude `amax`, on the format's own grid, any shape.
+
+    int4 symmetric uses amax / 7.5: codes run from -8 to 7, and half a step of clipping on the positive side costs less
+    than an unused code on the negative side.
+    """
+    if fmt.dtype == "int4":
+        return scale_to_grid(amax / 7.5)
+    return (amax.float() / FP8_MAX).clamp_min(MIN_SCALE**2)
+
+
+def minmax_scale(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Asymmetric int4 scale and zero point (uint8 0..15) that hold the range low..high, which is first widened to 0."""
+    low, high = low.clamp_max(0), high.clamp_min(0)
+    scale = scale_to_grid((high - low) / 15)
+    zero = (-low / scale).round().clamp(0, 15).to(torch.uint8)
+    return scale, zero
+
+
+def quantize(weight: Tensor, scale: Tensor, zero: Tensor | None, fmt: TensorFormat) -> Tensor:
+    """Nearest codes (N, K) of a float32 weight (N, K), ties to even. The exact inverse of `dequantize` on its own output.
+
+    Example: `quantize(dequantize(q, fmt), q.scale, q.zero, fmt)` equals `q.codes`, for every format.
+    """
+    if fmt.dtype == "fp8_e4m3":
+        return (weight / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    steps = (grouped(weight, weight.shape[1] // scale.shape[1]) / scale[..., None]).round()
+    offset = SYMMETRIC_ZERO if zero is None else zero[..., None].float()
+    return (steps + offset).clamp(0, 15).to(torch.uint8).view(weight.shape)
+
+
+def dequantize(q: Quantized, fmt: TensorFormat) -> Tensor:
+    """The float32 weight (N, K) that the codes stand for."""
+    if fmt.dtype == "fp8_e4m3":
+        return q.codes.float() * q.scale
+    return (signed_codes(q).view(*q.scale.shape, -1) * q.scale[..., None]).view(q.codes.shape)
+
+
+def signed_codes(q: Quantized) -> Tensor:
+    """int4 codes minus their zero point, float32 (N, K): what multiplies the scale."""
+    groups = grouped(q.codes, q.codes.shape[1] // q.scale.shape[1]).float()
+    zero = SYMMETRIC_ZERO if q.zero is None else q.zero[..., None].float()
+    return (groups - zero).view(q.codes.shape)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Two int4 codes (N, K) uint8 per byte: (N, K / 2), the even input in the low half. K must be even."""
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """The inverse of `pack_nibbles`."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).view(packed.shape[0], -1)
+
+
+def token_scale(x: Tensor) -> Tensor:
+    """Dynamic fp8 scale of activations (..., K), one per token: (..., 1) float32."""
+    return (x.abs().amax(-1, keepdim=True).float() / FP8_MAX).clamp_min(1e-12)
+
+
+def fake_quant_input(x: Tensor, input_scale: Tensor | None) -> Tensor:
+    """Activations (..., K) as an fp8 engine sees them: per token when `input_scale` is None, else with that scale."""
+    scale = token_scale(x) if input_scale is None else input_scale
+    return ((x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)

@@ -1,0 +1,220 @@
+"""The recipe: what to do, as one frozen object checked before anything runs. Never imports torch.
+
+    load(["recipe=demo.yaml", "train.steps=50"])
+
+reads the YAML file, puts the `dotted.key=value` overrides in, and validates the whole. All problems are reported at
+once, each with its dotted path. `Recipe.model_validate(recipe.model_dump()) == recipe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    SerializeAsAny,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from qat import arguments, plugins
+from qat.arguments import RecipeError
+from qat.scheme import Scheme, Section, did_you_mean, problem, problems
+from qat.sections import Calibrate, Compute, Data, Export, ModelSource, OneOrMore, Train
+
+__all__ = ["Recipe", "RecipeError", "load", "merge"]
+
+OVERLAYS = ("scheme", "calibrate", "train", "export")
+FOLDER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+
+
+class Recipe(Section):
+    """Everything a run depends on."""
+
+    name: Annotated[str, StringConstraints(pattern=FOLDER_NAME)] = Field(
+        description="folder of the run; the recipe's file name when left out"
+    )
+    model: ModelSource
+    scheme: Scheme = Field({}, validate_default=True, description="which linears are stored how")
+    data: Data
+    calibrate: Calibrate = Field({}, validate_default=True)
+    train: Train | None = Field(None, description="null: no training")
+    export: Export = Field({}, validate_default=True)
+    gate: dict[str, SerializeAsAny[Section]] | None = Field(
+        None, description="a file of gate/ -> its bounds; null: no gate, nothing is refused"
+    )
+    variants: dict[str, dict[str, Any]] = Field(
+        {}, description=f"name -> what differs in {', '.join(OVERLAYS)}; same parent, data and teacher"
+    )
+    compute: Compute = Field({}, validate_default=True)
+    until: Literal["calibrate", "train", "export", "gate"] | None = Field(None, description="the last stage to run")
+    fresh: Annotated[list[Literal["calibrate", "train", "export", "gate", "release"]], OneOrMore] = Field(
+        [], description="stages to redo though they are finished"
+    )
+    output: str = Field("runs", description="where run folders are made")
+
+    @property
+    def folder(self) -> Path:
+        """The folder of this run."""
+        return Path(self.output) / self.name
+
+    @property
+    def by_variant(self) -> list[tuple[str | None, Recipe]]:
+        """The recipes to run: one for each variant, or [(None, this one)] without variants."""
+        if not self.variants:
+            return [(None, self)]
+        base = self.model_dump()
+        return [(name, Recipe.model_validate(_overlaid(base, overlay))) for name, overlay in self.variants.items()]
+
+    @field_validator("gate", mode="before")
+    @classmethod
+    def _check_gate(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        found, lines = {}, []
+        for name, options in value.items():
+            try:
+                found[name] = plugins.options("gate", str(name)).model_validate({} if options is None else options)
+            except ValidationError as error:
+                lines += [problem((name, *e["loc"]), e["msg"], e["input"], e["type"]) for e in error.errors()]
+            except ValueError as error:
+                lines.append(problem((name,), str(error)))
+        if lines:
+            raise problems("gate", lines)
+        return found
+
+    @field_validator("variants")
+    @classmethod
+    def _check_variants(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        lines = []
+        for name, overlay in value.items():
+            if not name.replace("_", "").replace("-", "").isalnum() or not name.isascii():
+                lines.append(problem((name,), "a variant's name becomes a folder: use letters, digits, - and _"))
+            for key in overlay:
+                if key not in OVERLAYS:
+                    why = "cannot differ between variants" + did_you_mean(key, OVERLAYS)
+                    lines.append(problem((name, key), why))
+        if lines:
+            raise problems("variants", lines)
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Recipe:
+        lines = []
+        if self.train and not self.data.training:
+            lines.append(problem(("data", "training"), "train needs text: name it here, or set train to null"))
+        if self.gate is not None and not self.data.evaluation:
+            lines.append(problem(("data", "evaluation"), "the gate needs held-out text: name it here"))
+        if self.until == "gate" and self.gate is None:
+            lines.append(problem(("until",), "gate, but this recipe has no gate section"))
+        lines += [problem(("export", key), why) for key, why in _misfits(self.scheme, self.export)]
+        if lines:
+            raise problems("Recipe", lines)
+        return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check_each_variant(cls, values: Any, handler: ModelWrapValidatorHandler[Recipe]) -> Recipe:
+        """Validate every variant as a whole recipe; report what is wrong there and not already in the base."""
+        recipe, errors = None, []
+        try:
+            recipe = handler(values)
+        except ValidationError as error:
+            errors = error.errors()
+        base = recipe.model_dump() if recipe else values
+        variants = base.get("variants") if isinstance(base, dict) else None
+        lines = [problem(e["loc"], e["msg"], e["input"], e["type"]) for e in errors]
+        known = {(e["loc"], e["msg"]) for e in errors}
+        for name, overlay in variants.items() if isinstance(variants, dict) else ():
+            if not isinstance(overlay, dict):
+                continue  # the field's own error says so
+            try:
+                cls.model_validate(_overlaid(base, {key: overlay[key] for key in overlay if key in OVERLAYS}))
+            except ValidationError as error:
+                new = [e for e in error.errors() if (e["loc"], e["msg"]) not in known]
+                lines += [problem(("variants", name, *e["loc"]), e["msg"], e["input"], e["type"]) for e in new]
+        if lines or recipe is None:
+            raise problems(cls.__name__, lines)
+        return recipe
+
+
+def _misfits(scheme: Scheme, export: Export) -> Iterator[tuple[str, str]]:
+    """(key of export, problem) for formats that cannot hold the scheme, and where formats and engines do not meet."""
+
+    def holds(name: str) -> bool:
+        kinds, mixed = (plugins.literal("export.formats", name, constant) for constant in ("HOLDS", "MIXED_GROUPS"))
+        return scheme.kinds <= kinds and (mixed or not scheme.mixed_groups)
+
+    what = " and ".join(sorted(scheme.kinds)) + (" with several group sizes" if scheme.mixed_groups else "")
+    able = [name for name in plugins.names("export.formats") if holds(name)]
+    loads = {}  # dense is a plain checkpoint, which every engine loads
+    for engine in plugins.names("export.engines"):
+        table = plugins.literal("export.engines", engine, "LOADS")
+        loads[engine] = {name for name in able if name == "dense" or scheme.kinds <= set(table.get(name, ()))}
+    for name in export.formats:
+        if name not in able:
+            yield "formats", f"{name} cannot hold {what}; these can: {_listed(able)}"
+        elif not any(name in loads[engine] for engine in export.engines):
+            others = _listed(engine for engine in loads if name in loads[engine])
+            yield "formats", f"{name} with {what} is not loaded by {_listed(export.engines)}; it is by: {others}"
+    for engine in export.engines:
+        if not loads[engine] & set(export.formats):
+            yield (
+                "engines",
+                f"{engine} loads none of the formats asked for; of {what} it loads: {_listed(loads[engine])}",
+            )
+
+
+def _listed(words: Any) -> str:
+    return ", ".join(sorted(words)) or "none"
+
+
+def _overlaid(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
+    """What the recipe of a variant is validated from."""
+    return {**merge(base, overlay), "variants": {}}
+
+
+def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
+    """`overlay` deeply over `base`; a scalar, list or null replaces.
+
+    So does a mapping whose `name` or `dtype` is another one: the keys beside it belong to what it names.
+    """
+    merged = dict(base)
+    for key, new in overlay.items():
+        old = merged.get(key)
+        if isinstance(new, Mapping) and isinstance(old, Mapping):
+            is_other = any(new.get(kind, old.get(kind)) != old.get(kind) for kind in ("name", "dtype"))
+            merged[key] = dict(new) if is_other else merge(old, new)
+        else:
+            merged[key] = new
+    return merged
+
+
+def load(argv: list[str]) -> Recipe:
+    """The recipe of a command line: `recipe=FILE` and `dotted.key=value`. Raises RecipeError with all problems."""
+    file, values, wrong = arguments.read(argv)
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        wrong += [_line(e["loc"], e["msg"], e["input"], e["type"]) for e in error.errors()]
+    if wrong:
+        lines = "\n".join(f"  {line}" for line in dict.fromkeys(wrong) if line)
+        raise RecipeError(f"{file} is not a valid recipe:\n{lines}")
+    return recipe
+
+
+def _line(loc: tuple[int | str, ...], text: str, value: Any, kind: str) -> str:
+    """`train.steps: input should be a valid integer, got 'ten'`; nothing for what only follows from another problem."""
+    if kind == "default_factory_not_called":
+        return ""
+    path = ".".join(str(part) for part in loc if part != "[key]") or "recipe"
+    text = text.removeprefix("Value error, ")
+    if kind in ("value_error", "unknown_key"):
+        return f"{path}: {text}"
+    got = "" if kind == "missing" else f", got {value!r}"
+    return f"{path}: {text[0].lower()}{text[1:]}{got}"

@@ -1,0 +1,138 @@
+"""What a person sees while a run goes on. Only rank 0 speaks; TARE_PROGRESS=0 silences progress, not the rest.
+
+On a terminal progress is a bar; elsewhere it is a plain line every ten seconds:
+
+    calibrate  block 7/28  err 0.0031  eta 2m
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+PLAIN_WIDTH = 160  # of tables that go to a file
+LINE_EVERY_SECONDS, FIRST_LINE_SECONDS = 10.0, 3.0
+
+
+def is_main() -> bool:
+    """True on the one rank that speaks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def console(stderr: bool = False) -> Console:
+    """A console for the stream as it is now (tests and notebooks replace it)."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else PLAIN_WIDTH, highlight=False, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """One line, from rank 0."""
+    if is_main():
+        console().print(text, markup=False)
+
+
+def heading(text: str) -> None:
+    """The start of a stage."""
+    if is_main():
+        console().print(text, style="bold", markup=False)
+
+
+def complain(text: str) -> None:
+    """An error, on stderr, once on each machine: local rank 0 prints it."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        console(stderr=True).print(text, markup=False)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table from rank 0: numbers to the right with four digits, None as a dash."""
+    if not is_main():
+        return
+    made = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        numeric = all(isinstance(row[index], int | float | None) for row in rows)
+        made.add_column(column, justify="right" if numeric else "left")
+    for row in rows:
+        made.add_row(*(_cell(value) for value in row))
+    console().print(made, markup=False, soft_wrap=False)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def duration(seconds: float) -> str:
+    """`45s`, `2m`, `1h05m`."""
+    if seconds < 90:
+        return f"{seconds:.0f}s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m"
+
+
+class Steps:
+    """Progress through `total` steps of `what`, of which `done` were finished in an earlier sitting.
+
+    with Steps("train", total=200) as steps:
+        steps.advance(f"kl {kl:.4f}")
+    """
+
+    def __init__(self, what: str, total: int, unit: str = "step", done: int = 0) -> None:
+        self.what, self.total, self.unit, self.first, self.done = what, total, unit, done, done
+        self.shown = is_main() and os.environ.get("TARE_PROGRESS", "1") != "0"
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Steps:
+        self.start = self.said = monotonic()
+        screen = console()
+        if self.shown and screen.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, TextColumn("{task.fields[info]}"), console=screen, transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(f"{self.what} {self.unit}", total=self.total, completed=self.done, info="")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def advance(self, info: str = "", by: int = 1) -> None:
+        """`by` more steps are done; `info` stands beside the count."""
+        self.done += by
+        if self._bar:
+            self._bar.update(self._task, completed=self.done, info=info)
+            return
+        now = monotonic()
+        quiet = LINE_EVERY_SECONDS if self.said > self.start else FIRST_LINE_SECONDS
+        if self.shown and now - self.said >= quiet and self.done < self.total:
+            self.said = now
+            say(f"{self.what}  {self.unit} {self.done}/{self.total}  {info}  eta {duration(self.eta(now))}")
+
+    def eta(self, now: float) -> float:
+        """Seconds left, at the mean rate of this sitting."""
+        return (now - self.start) / max(self.done - self.first, 1) * (self.total - self.done)
+
+
+class Metrics:
+    """Numbers of a stage, one JSON object a line. Opened again it goes on after `keep` lines, those before a resume."""
+
+    def __init__(self, path: Path, keep: int = 0) -> None:
+        self.path = path
+        if is_main():
+            kept = path.read_text(encoding="utf-8").splitlines()[:keep] if path.exists() else []
+            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+    def write(self, **numbers: Any) -> None:
+        if is_main():
+            with self.path.open("a", encoding="utf-8") as f:
+                f.write(json.dumps(numbers) + "\n")

@@ -1,0 +1,195 @@
+"""The sections of a recipe: every key, what it means and its default, written once. `Recipe` puts them together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    SerializeAsAny,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from qat import plugins
+from qat.scheme import Section, did_you_mean, problem, problems
+
+OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+
+
+class Choice(Section):
+    """A plugin and its options: in YAML a bare name, or a mapping with the options beside the `name`."""
+
+    name: str
+    options: SerializeAsAny[Section]
+
+    @model_serializer
+    def _flat(self) -> dict[str, Any]:
+        return {"name": self.name, **self.options.model_dump()}
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def choose(package: str, value: Any) -> Choice:
+    """Read `mse` or `{name: mse, grid: 20}` against the Options of the plugin it names."""
+    if isinstance(value, Choice):
+        return value
+    flat = {"name": value} if isinstance(value, str) else value
+    if not isinstance(flat, Mapping) or not isinstance(flat.get("name"), str):
+        hint = did_you_mean(value, plugins.names(package))
+        raise ValueError(f"{value!r} is not the name of a plugin, nor {{name: ..., option: ...}}{hint}")
+    given = {key: option for key, option in flat.items() if key != "name"}
+    options = plugins.options(package, flat["name"]).model_validate(given)
+    return Choice.model_construct(name=flat["name"], options=options)
+
+
+class ModelSource(Section):
+    """The full-precision parent."""
+
+    source: str = Field(description="hub id, local folder, .gguf file, demo (recipes/demo) or micro (random, 2 blocks)")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub id")
+    dtype: Literal["bfloat16", "float16"] = Field("bfloat16", description="what the exported model is served in")
+    trust_remote_code: bool = Field(False, description="run code that the model's folder brings along")
+
+
+class Text(Section):
+    """Where text comes from."""
+
+    source: str = Field(description=".txt, .jsonl or .parquet file (also .xz, .gz), or a hub dataset id")
+    split: str | None = Field(None, description="split of a hub dataset")
+    column: str = Field("text", description="the column of .jsonl, .parquet and hub datasets that holds the text")
+
+
+class CalibrationText(Text):
+    """Windows drawn from the calibration text."""
+
+    sequences: int = Field(128, gt=0, description="number of windows")
+    length: int = Field(512, gt=1, description="tokens in a window")
+    seed: int = Field(0, ge=0, description="which windows are drawn")
+
+
+class EvaluationText(Text):
+    """Windows the gate judges on; never text that was calibrated or trained on."""
+
+    sequences: int | None = Field(None, gt=0, description="number of windows; null takes all")
+    length: int = Field(1024, gt=1, description="tokens in a window")
+    seed: int | None = Field(None, ge=0, description="which windows are drawn; null takes the first ones")
+
+
+class Data(Section):
+    """Three texts. Training text is cut into windows of train.length."""
+
+    calibration: CalibrationText
+    training: Text | None = Field(None, description="needed when there is a train section")
+    evaluation: EvaluationText | None = Field(None, description="needed when there is a gate section")
+
+    @model_validator(mode="after")
+    def _held_out(self) -> Data:
+        held = self.evaluation
+        for part, text in (("calibration", self.calibration), ("training", self.training)):
+            if held and text and (held.source, held.split, held.column) == (text.source, text.split, text.column):
+                why = f"{held.source} is also the {part} text; judge on held-out text"
+                raise problems("Data", [problem(("evaluation", "source"), why)])
+        return self
+
+
+class Calibrate(Section):
+    """Three independent questions, each answered by a file."""
+
+    transform: Annotated[Choice, BeforeValidator(partial(choose, "calibrate.transform"))] = Field(
+        "none", validate_default=True, description="what is rescaled before rounding: a file of calibrate/transform"
+    )
+    range: Annotated[Choice, BeforeValidator(partial(choose, "calibrate.range"))] = Field(
+        "activation", validate_default=True, description="which scale and zero point: a file of calibrate/range"
+    )
+    round: Annotated[Choice, BeforeValidator(partial(choose, "calibrate.round"))] = Field(
+        "nearest", validate_default=True, description="which code: a file of calibrate/round"
+    )
+
+
+LEARNABLE = ("bias", "scale")
+
+
+class Train(Section):
+    """The compensation that is learned with the codes frozen."""
+
+    learn: dict[Literal["bias", "scale"], PositiveFloat] = Field(
+        {"bias": 1e-2, "scale": 3e-3}, min_length=1, description="what is learned (bias, scale) and its learning rate"
+    )
+    loss: Literal["kl"] = Field("kl", description="kl: forward KL to the full-precision parent's logits")
+    temperature: PositiveFloat = Field(1.0, description="divides both logits in the loss")
+    steps: int = Field(200, gt=0, description="optimizer steps")
+    batch: int = Field(8, gt=0, description="sequences in a step, over all ranks")
+    micro_batch: int | None = Field(None, gt=0, description="sequences at once on a device; null takes batch")
+    length: int = Field(512, gt=1, description="tokens in a sequence")
+    warmup: int = Field(
+        default_factory=lambda before: min(10, before["steps"] // 10),
+        ge=0,
+        description="steps of rising learning rate; 10, or a tenth of fewer than 100 steps, when left out",
+    )
+    save_every: int = Field(50, gt=0, description="steps between checkpoints")
+    seed: int = Field(0, ge=0, description="order of the sequences")
+
+    @field_validator("learn", mode="before")
+    @classmethod
+    def _check_learn(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        unknown = [key for key in value if key not in LEARNABLE]
+        if unknown:
+            hints = [(key, "unknown key" + did_you_mean(key, LEARNABLE)) for key in unknown]
+            raise problems("learn", [problem((key,), hint) for key, hint in hints])
+        return {key: rate for key, rate in value.items() if rate is not None}  # `scale: null` learns no scale
+
+    @model_validator(mode="after")
+    def _check(self) -> Train:
+        lines = []
+        if self.micro_batch and self.batch % self.micro_batch:
+            lines.append(problem(("micro_batch",), f"{self.micro_batch} does not divide batch, which is {self.batch}"))
+        if self.warmup >= self.steps:
+            why = f"{self.warmup} leaves no step at the full rate, steps is {self.steps}; leave warmup out or lower it"
+            lines.append(problem(("warmup",), why))
+        if lines:
+            raise problems("Train", lines)
+        return self
+
+
+class Export(Section):
+    """What is written, and for whom."""
+
+    formats: Annotated[list[str], OneOrMore] = Field(
+        ["compressed_tensors"], min_length=1, validate_default=True, description="files of export/formats"
+    )
+    engines: Annotated[list[str], OneOrMore] = Field(
+        ["vllm"], min_length=1, validate_default=True, description="files of export/engines that must load the result"
+    )
+    shard_gb: PositiveFloat = Field(5.0, description="size of the largest weight file")
+
+    @field_validator("formats", "engines")
+    @classmethod
+    def _known(cls, value: list[str], info: ValidationInfo) -> list[str]:
+        lines = []
+        for index, name in enumerate(value):
+            try:
+                plugins.check(f"export.{info.field_name}", name)
+            except ValueError as error:
+                lines.append(problem((index,), str(error)))
+        if lines:
+            raise problems("Export", lines)
+        if len(set(value)) < len(value):
+            raise ValueError(f"each only once, got {', '.join(value)}")
+        return value
+
+
+class Compute(Section):
+    """Where Tare itself computes; apart from the serving dtype."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: float32 on a CPU")

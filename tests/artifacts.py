@@ -1,0 +1,127 @@
+"""Tiny artifacts with random codes, for tests of what comes after calibration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+
+from qat.arch import arch_of
+from qat.artifact import REST, Artifact, block_file, block_tensors, save_tensors, write_meta
+from qat.quant import FP8_MAX, Quantized, scale_to_grid, to_grid
+from qat.scheme import Scheme
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "pad_token_id": 0,
+    "rms_norm_eps": 3e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 54321.0},
+    "dtype": "bfloat16",
+}
+CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "int4": {"weights": {"dtype": "int4", "group_size": 32}},
+    "int4-channel": {"weights": {"dtype": "int4"}},
+    "int4-asym": {"weights": {"dtype": "int4", "group_size": 32, "symmetric": False}},
+    "fp8-channel": {
+        "weights": {"dtype": "fp8_e4m3"},
+        "inputs": {"dtype": "fp8_e4m3", "per": "token", "dynamic": True},
+    },
+    "fp8-tensor": {
+        "weights": {"dtype": "fp8_e4m3", "per": "tensor"},
+        "inputs": {"dtype": "fp8_e4m3", "per": "tensor"},
+    },
+}
+ALL = frozenset(arch_of(LlamaConfig()).linears)
+
+
+def config_of(family: str, **changes: Any) -> PretrainedConfig:
+    """A tiny config of `llama`, `mistral` (without a sliding window) or `qwen2`."""
+    changes = {"sliding_window": None} | changes if family == "mistral" else changes
+    return CONFIGS[family](**SIZES | changes)
+
+
+def make(
+    folder: Path,
+    config: PretrainedConfig,
+    scheme: str | dict[str, Any] = "int4",
+    biases: frozenset[str] = frozenset(),
+    seed: int = 0,
+) -> Artifact:
+    """A complete artifact in `folder`. biases: linears, relative to a block, that have one in the first block only."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = torch.Generator().manual_seed(seed)
+    parsed = Scheme.model_validate(SCHEMES[scheme] if isinstance(scheme, str) else scheme)
+    arch = arch_of(config)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in AutoModelForCausalLM.from_config(config).named_parameters()}
+    plain = {n: torch.randn(s, generator=random).mul(0.3).bfloat16() for n, s in shapes.items()}
+    plain |= {name: value.abs() + 0.5 for name, value in plain.items() if "norm" in name}
+    linears = {}
+    for block in range(config.num_hidden_layers):
+        prefix = f"{arch.blocks}.{block}."
+        stored = {name: plain.pop(name) for name in list(plain) if name.startswith(prefix)}
+        for group in arch.shared_input:
+            # per-tensor scales are shared by linears that read the same input
+            scale, input_scale = torch.rand(2, generator=random) * 0.01 + 1e-4
+            for leaf in group:
+                name, fmt = prefix + leaf, parsed.format_of(prefix + leaf)
+                if leaf in biases and block == 0:
+                    stored[f"{name}.bias"] = to_grid(torch.randn(shapes[f"{name}.weight"][0], generator=random))
+                if fmt is None:
+                    continue
+                linears[name] = fmt
+                rows, columns = stored.pop(f"{name}.weight").shape
+                q = _random(rows, columns, columns // fmt.group_of(columns), fmt, scale, random)
+                static = input_scale.view(1, 1).clone() if fmt.per == "tensor" else None
+                stored |= block_tensors(name, q, static, None)
+        save_tensors(stored, folder / block_file(block))
+    save_tensors(plain, folder / REST)
+    write_meta(folder, parsed, linears, {})
+    config.architectures = [arch.class_name]
+    config.save_pretrained(folder)
+    GenerationConfig(eos_token_id=[2, 3], temperature=0.7, do_sample=True).save_pretrained(folder)
+    save_tokenizer(folder)
+    (folder / "LICENSE").write_text("licence of the parent\n")
+    return Artifact(folder)
+
+
+def _random(rows: int, columns: int, groups: int, fmt: Any, scale: Tensor, random: torch.Generator) -> Quantized:
+    if fmt.dtype == "fp8_e4m3":
+        codes = (torch.randn(rows, columns, generator=random) * 100).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        per_row = torch.rand(rows, 1, generator=random) * 0.01 + 1e-4
+        return Quantized(codes, scale.view(1, 1).clone() if fmt.per == "tensor" else per_row)
+    codes = torch.randint(0, 16, (rows, columns), generator=random, dtype=torch.uint8)
+    zero = torch.randint(0, 16, (rows, groups), generator=random, dtype=torch.uint8)
+    scales = scale_to_grid(torch.rand(rows, groups, generator=random) * 0.05)
+    return Quantized(codes, scales, None if fmt.symmetric else zero)
+
+
+def save_tokenizer(folder: Path, tokenizer_class: str | None = None) -> None:
+    """A word-level tokenizer; `tokenizer_class` replaces what tokenizer_config.json says."""
+    words = ["<pad>", "<s>", "</s>", "<end>", "the", "cat", "sat", "[UNK]"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fast.save_pretrained(folder)

@@ -1,0 +1,75 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qat import plugins
+
+PLUGINS = {
+    "calibrate/transform/none.py": "VERSION = 1\n",
+    "calibrate/range/activation.py": "VERSION = 1\n",
+    "calibrate/range/mse.py": """
+from __future__ import annotations
+import torch_is_never_imported
+from typing import Literal
+from pydantic import Field
+from qat.scheme import Section
+VERSION = 3
+class Options(Section):
+    grid: int = Field(20, gt=0)
+    norm: Literal["l1", "l2"] = "l2"
+""",
+    "calibrate/round/nearest.py": "VERSION = 1\n",
+    "calibrate/round/_helper.py": "VERSION = 1\n",
+    "export/formats/awq.py": "VERSION = 1\nHOLDS = {'int4', 'int4-asym'}\nMIXED_GROUPS = False\n",
+    "export/formats/compressed_tensors.py": (
+        "VERSION = 2\nHOLDS = {'int4', 'int4-asym', 'fp8-channel', 'fp8-tensor'}\nMIXED_GROUPS = True\n"
+    ),
+    "export/formats/modelopt.py": "VERSION = 1\nHOLDS = {'fp8-tensor'}\nMIXED_GROUPS = False\n",
+    "export/formats/dense.py": (
+        "VERSION = 1\nHOLDS = {'int4', 'int4-asym', 'fp8-channel', 'fp8-tensor'}\nMIXED_GROUPS = True\n"
+    ),
+    "export/engines/vllm.py": (
+        "VERSION = 1\nLOADS = {'awq': {'int4', 'int4-asym'}, 'modelopt': {'fp8-tensor'},\n"
+        "         'compressed_tensors': {'int4', 'fp8-channel', 'fp8-tensor'}}\n"
+    ),
+    "export/engines/trtllm.py": "VERSION = 1\nLOADS = {'modelopt': {'fp8-tensor'}}\n",
+    "gate/perplexity.py": """
+from qat.scheme import Section
+VERSION = 1
+class Options(Section):
+    max_relative_increase: float | None = None
+    windows: int | None = None
+""",
+    "gate/lint.py": "VERSION = 1\n",
+}
+
+RECIPE = """
+model: {source: demo}
+data:
+  calibration: {source: calibration.txt, sequences: 4, length: 16}
+  training: {source: training.txt}
+  evaluation: {source: evaluation.txt, length: 16}
+calibrate: {range: {name: mse, grid: 30}}
+train: {steps: 20}
+gate: {perplexity: {max_relative_increase: 0.05}, lint:}
+"""
+
+
+@pytest.fixture
+def fake_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a few plugins, three texts and recipes/small.yaml, which is the working directory too."""
+    for name, text in PLUGINS.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "recipes" / "demo" / "model").mkdir(parents=True)
+    (tmp_path / "recipes" / "small.yaml").write_text(RECIPE)
+    for part in ("calibration", "training", "evaluation"):
+        (tmp_path / f"{part}.txt").write_text(f"text for {part}\n")
+    monkeypatch.setattr(plugins, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

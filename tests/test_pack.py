@@ -1,0 +1,78 @@
+"""Bit packing against slow loops written from the formats' documentation, and the library's own packer."""
+
+from __future__ import annotations
+
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from export import _pack
+from qat.quant import pack_nibbles
+
+SETTINGS = settings(max_examples=25, deadline=None)
+
+
+@st.composite
+def nibbles(draw: st.DrawFn, low: int = 0) -> Tensor:
+    """(N, C) uint8 low..15, N and C multiples of 8; half of them a view that is not contiguous."""
+    rows, columns = draw(st.integers(1, 4)) * 8, draw(st.integers(1, 5)) * 8
+    random = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    values = torch.randint(low, 16, (columns, rows), generator=random, dtype=torch.uint8).T
+    return values.contiguous() if draw(st.booleans()) else values
+
+
+def nibble(words: Tensor, row: int, column: int, place: int) -> int:
+    return (int(words[row, column]) >> (4 * place)) & 15
+
+
+@SETTINGS
+@given(nibbles())
+def test_awq_order(codes: Tensor) -> None:
+    packed = _pack.awq(codes)
+    assert packed.dtype == torch.int32 and packed.shape == (codes.shape[1], codes.shape[0] // 8)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]  # AutoAWQ, awq/modules/linear/gemm.py
+    for k in range(codes.shape[1]):
+        for j in range(packed.shape[1]):
+            for i in range(8):
+                assert nibble(packed, k, j, i) == codes[8 * j + order[i], k]
+
+
+@SETTINGS
+@given(nibbles())
+def test_gptq_codes(codes: Tensor) -> None:
+    packed = _pack.gptq_codes(pack_nibbles(codes.contiguous()))
+    assert packed.dtype == torch.int32 and packed.shape == (codes.shape[1] // 8, codes.shape[0])
+    for n in range(codes.shape[0]):
+        for k in range(codes.shape[1]):
+            assert nibble(packed, k // 8, n, k % 8) == codes[n, k]
+
+
+@SETTINGS
+@given(nibbles(low=1))
+def test_gptq_zeros_of_version_1_are_one_less(zero: Tensor) -> None:
+    packed = _pack.gptq_zeros(zero)
+    assert packed.shape == (zero.shape[1], zero.shape[0] // 8)
+    for n in range(zero.shape[0]):
+        for group in range(zero.shape[1]):
+            assert nibble(packed, group, n // 8, n % 8) + 1 == zero[n, group]
+
+
+def test_symmetric_gptq_zeros_are_0x77777777() -> None:
+    for groups in (1, 3):
+        assert torch.all(_pack.gptq_zeros(torch.full((16, groups), 8, dtype=torch.uint8)) == 0x77777777)
+
+
+@SETTINGS
+@given(nibbles())
+def test_compressed_tensors_words_are_the_librarys(values: Tensor) -> None:
+    signed = values.to(torch.int8) - 8
+    assert torch.equal(_pack.compressed_codes(pack_nibbles(values.contiguous())), pack_to_int32(signed.contiguous(), 4))
+    assert torch.equal(_pack.compressed_zeros(values), pack_to_int32(signed.contiguous(), 4, packed_dim=0))
+
+
+def test_one_group_of_one_row() -> None:
+    column = torch.arange(16, dtype=torch.uint8).view(16, 1)  # its transpose is contiguous with strides (1, 1)
+    assert _pack.awq(column).shape == (1, 2)
+    assert torch.equal(_pack.compressed_zeros(column), pack_to_int32(column.to(torch.int8) - 8, 4, packed_dim=0))

@@ -1,0 +1,183 @@
+"""What a plan says is what happens, and saying it loads nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from qat import manifest, outline, plan, sizes
+from qat.cli import app
+from qat.recipe import RecipeError, load
+from qat.stages import Run
+
+HIDDEN, VOCABULARY, BLOCKS = 64, 96, 2
+SHAPES = {
+    "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+    "model.norm.weight": (HIDDEN,),
+    **{f"model.layers.{i}.self_attn.q_proj.weight": (HIDDEN, HIDDEN) for i in range(BLOCKS)},
+    **{f"model.layers.{i}.mlp.up_proj.weight": (128, HIDDEN) for i in range(BLOCKS)},
+    **{f"model.layers.{i}.input_layernorm.weight": (HIDDEN,) for i in range(BLOCKS)},
+}
+
+
+@pytest.fixture
+def model(fake_root: Path) -> Path:
+    """The demo model of the fake repository: a config and one weight file."""
+    folder = fake_root / "recipes" / "demo" / "model"
+    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY, "hidden_size": HIDDEN}))
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def states(*overrides: str) -> dict[str, str]:
+    return {row.step.label: row.state for row in plan.make(load(["recipe=small.yaml", *overrides])).rows}
+
+
+def test_sizes_come_from_the_headers(model: Path) -> None:
+    found = sizes.of_folder(model)
+    linear = BLOCKS * (HIDDEN * HIDDEN + 128 * HIDDEN)
+    assert found.linear == linear and found.total == sum(math.prod(shape) for shape in SHAPES.values())
+    assert found.largest_block == linear // BLOCKS + HIDDEN and found.num_blocks == BLOCKS
+    assert found.matmul == linear + VOCABULARY * HIDDEN
+    assert found.file_bytes == (model / "model.safetensors").stat().st_size
+
+
+def test_a_gguf_header_is_read_like_the_gguf_package_writes_it(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    numpy = pytest.importorskip("numpy")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_token_list(["a", "bc", "déf"])
+    writer.add_array("numbers", [1.5, 2.5])
+    writer.add_bool("flag", True)
+    writer.add_uint64("large", 2**40)
+    shapes = {
+        "token_embd.weight": (VOCABULARY, HIDDEN),
+        "blk.0.ffn_up.weight": (128, HIDDEN),
+        "output_norm.weight": (7,),
+    }
+    for name, shape in shapes.items():
+        writer.add_tensor(name, numpy.zeros(shape, dtype=numpy.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert dict(sizes.gguf_shapes(tmp_path / "m.gguf")) == shapes
+    found = sizes.of_gguf(tmp_path / "m.gguf")
+    assert (found.linear, found.vocabulary, found.hidden, found.num_blocks) == (128 * HIDDEN, VOCABULARY, HIDDEN, 1)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"version https://git-lfs.github.com/spec/v1\n", struct.pack("<Q", 10**12) + b"{}"]
+)
+def test_a_broken_weight_file_is_named(model: Path, content: bytes) -> None:
+    (model / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors has no safetensors header"):
+        plan.make(load(["recipe=small.yaml"]))
+
+
+def test_the_plan_knows_what_is_finished(model: Path) -> None:
+    everything = ["calibrate", "train", "export/compressed_tensors", "gate"]
+    assert states() == dict.fromkeys(everything, "run")
+    recipe = load(["recipe=small.yaml"])
+    with Run(recipe) as run:
+        steps = outline.outline(recipe, outline.inputs(recipe, model, run.fingerprints.of))
+        first = run.stage(steps[0].name, content=steps[0].content, work=lambda partial: {})
+        run.stage(steps[1].name, content=steps[1].content, parents=[first], work=lambda partial: {})
+    done = {"calibrate": "reused", "train": "reused"}
+    rest = {"export/compressed_tensors": "run", "gate": "run"}
+    assert states() == done | rest
+    assert states("fresh=train") == done | rest | {"train": "run"}
+    assert states("train.steps=21") == done | rest | {"train": "run"}
+    (model / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "x": 1}))
+    assert set(states().values()) == {"run"}
+
+
+def test_estimates_cover_what_the_files_take(model: Path) -> None:
+    int4, dense = (plan.make(load(["recipe=small.yaml", f"export.formats={f}"])).rows[2] for f in ("awq", "dense"))
+    packed = sizes.of_folder(model).linear * (0.5 + 2.5 / 128)
+    assert int4.needs and dense.needs
+    assert int4.needs.disk_gb * plan.GB >= packed
+    assert dense.needs.disk_gb * plan.GB >= 2 * sizes.of_folder(model).total
+    once, twice = (plan.make(load(["recipe=small.yaml", f"train.steps={n}"])).rows[1].needs for n in (20, 40))
+    assert once and twice and once.seconds < twice.seconds and once.memory_gb == twice.memory_gb
+    short, long = (plan.make(load(["recipe=small.yaml", f"train.length={n}"])).rows[1].needs for n in (128, 256))
+    assert short and long and short.memory_gb < long.memory_gb
+
+
+def test_a_full_disk_is_refused_with_both_numbers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load(["recipe=small.yaml"])
+    made = plan.make(recipe)
+    plan.check_disk(made, recipe)
+    usage = shutil.disk_usage(model)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(
+        RecipeError, match=rf"needs {made.disk_gb:.3g} GB more disk and 9\.31e-07 GB is free; .* output="
+    ):
+        plan.check_disk(plan.make(recipe), recipe)
+    refused = CliRunner().invoke(app, ["plan", "recipe=small.yaml"])
+    assert refused.exit_code == 2
+
+
+def test_a_model_that_is_not_here_has_no_sizes_yet(fake_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(fake_root / "hub"))
+    made = plan.make(load(["recipe=small.yaml", "model.source=some/model"]))
+    assert {row.state for row in made.rows} == {"unknown"} and not any(row.needs for row in made.rows)
+    assert made.notes == ["some/model: not on this machine; sizes are unknown until it is downloaded"]
+
+
+def test_a_downloaded_model_is_found_in_the_hub_cache(
+    model: Path, fake_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(fake_root / "hub"))
+    repo = fake_root / "hub" / "models--some--model"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc123")
+    shutil.copytree(model, repo / "snapshots" / "abc123")
+    made = plan.make(load(["recipe=small.yaml", "model.source=some/model"]))
+    assert {row.state for row in made.rows} == {"run"} and not made.notes
+
+
+def test_large_inputs_are_not_read_for_a_plan(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "HASH_AT_ONCE", 100)
+    monkeypatch.setattr(manifest, "hash_file", lambda path: pytest.fail(f"read {path}"))
+    made = plan.make(load(["recipe=small.yaml"]))
+    assert {row.state for row in made.rows} == {"unknown"} and all(row.needs for row in made.rows)
+    assert "were not hashed yet" in made.notes[0]
+
+
+def test_planning_loads_no_heavy_library_and_writes_nothing(model: Path, fake_root: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from qat import plugins; plugins.ROOT = Path.cwd();"
+        "from qat import plan;"
+        "plan.main(['recipe=small.yaml']);"
+        "print({'torch', 'transformers', 'numpy', 'accelerate', 'datasets', 'huggingface_hub'} & set(sys.modules))"
+    )
+    environment = {"PYTHONPATH": str(Path(plan.__file__).parent.parent), "PATH": "/usr/bin:/bin"}
+    pipes: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
+    done = subprocess.run([sys.executable, "-c", code], cwd=fake_root, env=environment, **pipes)
+    assert done.stdout.splitlines()[-1] == "set()"
+    assert "calibrate" in done.stdout and "roughly" in done.stdout
+    assert not (fake_root / "runs").exists()
+
+
+def test_the_command_line() -> None:
+    runner = CliRunner()
+    assert runner.invoke(app, ["--version"]).output.startswith("tare 0.")
+    shown = runner.invoke(app, ["run", "--help"])
+    assert shown.exit_code == 0
+    for key in ("model.source", "scheme.weights.group_size", "train.learn", "gate", "variants", "Exit codes"):
+        assert key in shown.output
+    wrong = runner.invoke(app, ["plan", "recipe=nowhere.yaml"])
+    assert wrong.exit_code == 2 and "nowhere.yaml: no such file" in wrong.output

@@ -1,0 +1,460 @@
+"""The stage cache: what is reused, what is not, and what survives a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qat import manifest, outline
+from qat.ranks import RunError
+from qat.recipe import Recipe, load
+from qat.stages import EXIT_CODES, Run, Stage, stage_key
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+ROOT = {"parent": {"model.safetensors": "1"}, "calibration": "2", "training": "3", "evaluation": "4"}
+
+
+def writes(text: str, calls: list[str]) -> Callable[[Path], dict[str, Any]]:
+    def work(partial: Path) -> dict[str, Any]:
+        calls.append(text)
+        (partial / "out").mkdir(exist_ok=True)
+        (partial / "out" / "file.txt").write_text(text)
+        return {"length": len(text)}
+
+    return work
+
+
+def two_stages(recipe: Recipe, calls: list[str], first: str = "a", second: str = "b") -> list[Stage]:
+    with Run(recipe) as run:
+        one = run.stage("calibrate", content={"x": 1}, work=writes(first, calls))
+        two = run.stage("train", content={"y": 1}, parents=[one], work=writes(second, calls))
+        run.finish("ungated")
+    return [one, two]
+
+
+def test_a_finished_stage_is_reused(fake_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, calls = load(["recipe=small.yaml"]), []
+    first = two_stages(recipe, calls)
+    second = two_stages(recipe, calls)
+    assert calls == ["a", "b"]
+    assert [stage.reused for stage in first + second] == [False, False, True, True]
+    assert [stage.path for stage in first] == [stage.path for stage in second]
+    assert first[0].metrics == second[0].metrics == {"length": 1}
+    assert f"train-{first[1].key}: reused" in capsys.readouterr().out
+
+
+def test_the_manifest_says_what_a_result_depends_on(fake_root: Path) -> None:
+    recipe = load(["recipe=small.yaml"])
+    one, two = two_stages(recipe, [])
+    found = json.loads((two.path / "manifest.json").read_text())
+    assert found["parents"] == [{"name": "calibrate", "key": one.key, "digest": one.digest}]
+    expected = "3e23e8160039594a33894f6564e1b1348bbd7a0088d42c4acb73eeaed59c009d"  # printf b | sha256sum
+    assert found["files"] == {"out/file.txt": {"sha256": expected, "size": 1}}
+    assert Recipe.model_validate(found["recipe"]) == recipe
+    assert found["seeds"] == {"data.calibration.seed": 0, "data.evaluation.seed": None, "train.seed": 0}
+    assert found["versions"]["python"] == sys.version.split()[0]
+    assert 0 <= found["seconds"] < 60 and 0.01 < found["peak_rss_gb"] < 100
+    assert str(fake_root) not in json.dumps(found)
+
+
+def test_a_stage_that_was_interrupted_gets_its_own_folder_back(fake_root: Path) -> None:
+    recipe = load(["recipe=small.yaml"])
+
+    def breaks(partial: Path) -> dict[str, Any]:
+        (partial / "half").write_text("done so far")
+        raise ValueError("token hf_abcdefghijklmnop is no good")
+
+    with pytest.raises(ValueError, match="no good"), Run(recipe) as run:
+        run.stage("train", content={"y": 1}, work=breaks)
+    summary = json.loads((recipe.folder / "summary.json").read_text())
+    assert summary["status"] == "failed" and summary["error"] == "ValueError: token hf_*** is no good"
+
+    def resumes(partial: Path) -> dict[str, Any]:
+        assert (partial / "half").read_text() == "done so far"
+        return {}
+
+    def starts_empty(partial: Path) -> dict[str, Any]:
+        assert not list(partial.iterdir())
+        return {}
+
+    with Run(recipe) as run:
+        run.stage("train", content={"y": 2}, work=starts_empty)
+        made = run.stage("train", content={"y": 1}, work=resumes)
+    assert not list(recipe.folder.glob("*.partial"))
+    assert set(made.manifest["files"]) == {"half"}
+
+
+def test_fresh_keeps_the_old_stage_until_the_new_one_is_whole(fake_root: Path) -> None:
+    recipe, calls = load(["recipe=small.yaml"]), []
+    old = two_stages(recipe, calls)
+    fresh = load(["recipe=small.yaml", "fresh=train"])
+
+    def breaks(partial: Path) -> dict[str, Any]:
+        assert not list(partial.iterdir())
+        raise KeyError("x")
+
+    with pytest.raises(KeyError), Run(fresh) as run:
+        one = run.stage("calibrate", content={"x": 1}, work=breaks)
+        run.stage("train", content={"y": 1}, parents=[one], work=breaks)
+    assert (old[1].path / "out" / "file.txt").read_text() == "b"
+    new = two_stages(fresh, calls, second="c")
+    assert calls == ["a", "b", "c"] and new[1].path == old[1].path
+    assert (new[1].path / "out" / "file.txt").read_text() == "c"
+    assert sorted(p.name for p in recipe.folder.iterdir() if not p.name.startswith(".")) == sorted(
+        [old[0].path.name, old[1].path.name, "summary.json"]
+    )
+
+
+def test_what_follows_from_other_bytes_is_made_again(fake_root: Path) -> None:
+    recipe, calls = load(["recipe=small.yaml"]), []
+    two_stages(recipe, calls)
+    two_stages(load(["recipe=small.yaml", "fresh=calibrate"]), calls, first="a")  # the same bytes
+    assert calls == ["a", "b", "a"]
+    two_stages(load(["recipe=small.yaml", "fresh=calibrate"]), calls, first="A")
+    assert calls == ["a", "b", "a", "A", "b"]
+
+
+def test_a_damaged_stage_is_made_again(fake_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, calls = load(["recipe=small.yaml"]), []
+    one, two = two_stages(recipe, calls)
+    (one.path / "out" / "file.txt").write_text("longer")
+    (two.path / "out" / "file.txt").unlink()
+    two_stages(recipe, calls)
+    assert calls == ["a", "b", "a", "b"]
+    said = capsys.readouterr().out
+    assert "made again, out/file.txt has 6 bytes, not 1" in said
+    assert "made again, out/file.txt is missing" in said
+
+
+@pytest.mark.parametrize("crash", ["before the renames", "between the renames", "before the old one went"])
+def test_a_crash_while_a_stage_is_put_in_place_loses_nothing(fake_root: Path, crash: str) -> None:
+    recipe, calls = load(["recipe=small.yaml"]), []
+    _, two = two_stages(recipe, calls)
+    old, partial = (two.path.with_name(two.path.name + end) for end in (".old", ".partial"))
+    if crash == "before the renames":
+        two.path.rename(partial)
+    elif crash == "between the renames":
+        two.path.rename(old)
+        subprocess.run(["cp", "-r", old, partial], check=True)
+    else:
+        subprocess.run(["cp", "-r", two.path, old], check=True)
+    again = two_stages(recipe, calls)
+    assert calls == ["a", "b"] and again[1].reused
+    assert not old.exists() and not partial.exists()
+
+
+def test_the_old_stage_comes_back_when_the_new_one_is_not_whole(fake_root: Path) -> None:
+    recipe, calls = load(["recipe=small.yaml"]), []
+    _, two = two_stages(recipe, calls)
+    two.path.rename(two.path.with_name(two.path.name + ".old"))
+    assert two_stages(recipe, calls)[1].reused and calls == ["a", "b"]
+
+
+def test_equal_stages_of_two_variants_are_one(fake_root: Path) -> None:
+    recipe, calls = load(["recipe=small.yaml", "fresh=calibrate"]), []
+    with Run(recipe) as run:
+        one = run.stage("calibrate", content={"x": 1}, variant="a", work=writes("a", calls))
+        same = run.stage("calibrate", content={"x": 1}, variant="b", work=writes("b", calls))
+    assert same is one and calls == ["a"]
+    assert len(json.loads((recipe.folder / "summary.json").read_text())["stages"]) == 1
+
+
+def test_a_stage_may_not_write_the_manifest(fake_root: Path) -> None:
+    def writes_it(partial: Path) -> dict[str, Any]:
+        (partial / "manifest.json").write_text("{}")
+        return {}
+
+    with pytest.raises(AssertionError, match=r"manifest\.json"), Run(load(["recipe=small.yaml"])) as run:
+        run.stage("release", content={}, work=writes_it)
+
+
+def test_summary_paths_are_relative_and_a_release_outlives_later_failures(fake_root: Path) -> None:
+    recipe = load(["recipe=small.yaml"])
+    with Run(recipe) as run:
+        made = run.stage("release", content={}, work=writes("r", []))
+        exports = {"awq": {"path": made.path, "format": "awq", "scheme": "int4", "engines": ["vllm"], "released": True}}
+        code = run.finish("released", exports=exports, verdict=made.path / "v.json", last_released=made.path)
+    summary = json.loads((recipe.folder / "summary.json").read_text())
+    assert code == 0 and summary["status"] == "released"
+    assert summary["exports"]["awq"]["path"] == summary["last_released"] == made.path.name
+    assert summary["verdict"] == f"{made.path.name}/v.json" and summary["report"] is None
+    line = summary["stages"][0]
+    assert (line["name"], line["key"], line["path"], line["reused"]) == ("release", made.key, made.path.name, False)
+    assert line["metrics"] == {"length": 1} and line["peak_gpu_gb"] is None
+    with pytest.raises(ZeroDivisionError), Run(recipe):
+        _ = 1 / 0
+    after = json.loads((recipe.folder / "summary.json").read_text())
+    assert after["status"] == "failed" and after["last_released"] == made.path.name and after["stages"] == []
+    assert {EXIT_CODES[status] for status in ("refused", "anomalous")} == {3} and EXIT_CODES["inconclusive"] == 4
+
+
+def test_two_runs_cannot_have_one_folder(fake_root: Path) -> None:
+    recipe = load(["recipe=small.yaml"])
+    with Run(recipe):
+        before = os.listdir(recipe.folder)
+        with pytest.raises(RunError, match=f"runs/small is in use by process {os.getpid()}; wait for it"), Run(recipe):
+            pass
+        assert os.listdir(recipe.folder) == before  # the second one wrote no summary
+    with Run(recipe):
+        pass
+
+
+# Keys
+
+
+def keys_of(*overrides: str, root: dict[str, Any] = ROOT) -> dict[str, str]:
+    steps = outline.outline(load(["recipe=small.yaml", *overrides]), root)
+    return {step.label: key for step, key in zip(steps, outline.keys(steps), strict=True)}
+
+
+ALL = {"calibrate", "train", "export/compressed_tensors", "gate"}
+FROM_TRAIN = ALL - {"calibrate"}
+FROM_EXPORT = FROM_TRAIN - {"train"}
+CHANGES = {
+    "scheme.weights.group_size=64": ALL,
+    "scheme.weights={}": ALL,
+    "scheme.skip=[]": ALL,
+    "scheme.overrides={'x': {group_size: 32}}": ALL,
+    "calibrate.range.grid=31": ALL,
+    "calibrate.range.norm=l1": ALL,
+    "calibrate.range=activation": ALL,
+    "data.calibration.sequences=5": ALL,
+    "data.calibration.length=17": ALL,
+    "data.calibration.seed=1": ALL,
+    "compute.dtype=bfloat16": ALL,
+    "train.learn={bias: 0.02}": FROM_TRAIN,
+    "train.temperature=2": FROM_TRAIN,
+    "train.steps=21": FROM_TRAIN,
+    "train.batch=4": FROM_TRAIN,
+    "train.micro_batch=4": FROM_TRAIN,
+    "train.length=256": FROM_TRAIN,
+    "train.warmup=3": FROM_TRAIN,
+    "train.seed=1": FROM_TRAIN,
+    "export.shard_gb=1": FROM_EXPORT,
+    "model.dtype=float16": FROM_EXPORT,
+    "gate.perplexity.windows=3": {"gate"},
+    "data.evaluation.length=17": set(),  # through its fingerprint: see `inputs`
+    "gate.perplexity.max_relative_increase=0.5": set(),  # judged every time, not measured
+    "train.save_every=3": set(),
+    "name=other": set(),
+    "output=elsewhere": set(),
+    "fresh=[train]": set(),
+    "compute.device=cpu": set(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_field_that_decides_content_changes_the_keys_from_there_on(fake_root: Path, change: str) -> None:
+    before, after = keys_of(), keys_of(change)
+    expected = CHANGES[change]
+    if change.startswith("data."):
+        part = change.split(".")[1]
+        recipe = load(["recipe=small.yaml", change])
+        root = outline.inputs(recipe, fake_root / "recipes/demo/model", manifest.hash_file)
+        base = outline.inputs(load(["recipe=small.yaml"]), fake_root / "recipes/demo/model", manifest.hash_file)
+        before, after = keys_of(root=base), keys_of(change, root=root)
+        expected = ALL if part == "calibration" else {"gate"}
+    assert {label for label in ALL if before[label] != after[label]} == expected
+
+
+def test_inputs_decide_the_keys_of_what_reads_them(fake_root: Path) -> None:
+    before = keys_of()
+    for part, expected in [("parent", ALL), ("calibration", ALL), ("training", FROM_TRAIN), ("evaluation", {"gate"})]:
+        after = keys_of(root={**ROOT, part: "other"})
+        assert {label for label in ALL if before[label] != after[label]} == expected
+
+
+def test_a_plugin_that_says_its_numbers_changed_changes_the_key(fake_root: Path) -> None:
+    before = keys_of()
+    path = fake_root / "calibrate/round/nearest.py"
+    path.write_text("VERSION = 2\n")
+    os.utime(path, ns=(1, 1))
+    assert all(before[label] != key for label, key in keys_of().items())
+
+
+def test_where_a_text_lies_does_not_matter_but_its_bytes_do(fake_root: Path) -> None:
+    def root(text: str) -> dict[str, Any]:
+        recipe = load(["recipe=small.yaml", f"data.training.source={text}"])
+        return outline.inputs(recipe, fake_root / "recipes/demo/model", manifest.hash_file)
+
+    (fake_root / "copy.txt").write_bytes((fake_root / "training.txt").read_bytes())
+    (fake_root / "other.txt").write_text("other")
+    assert root("training.txt") == root("copy.txt") != root("other.txt")
+
+
+def test_variants_and_until_shape_the_outline(fake_root: Path) -> None:
+    names = list(keys_of("variants={a: {train: null}, b: {export: {formats: [awq, dense]}}}"))
+    assert names == [
+        "a/calibrate", "a/export/compressed_tensors", "a/gate",
+        "b/calibrate", "b/train", "b/export/awq", "b/export/dense", "b/gate",
+    ]  # fmt: skip
+    assert list(keys_of("until=train")) == ["calibrate", "train"]
+    keys = keys_of("variants={a: {}, b: {}}")
+    assert keys["a/calibrate"] == keys["b/calibrate"] and keys["a/gate"] == keys["b/gate"]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    max_leaves=6,
+)
+contents = st.dictionaries(st.text(max_size=2), json_values, max_size=4)
+
+
+@given(contents, contents)
+def test_equal_keys_mean_equal_content(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert (stage_key("s", a, []) == stage_key("s", b, [])) == (
+        json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
+    )
+    assert stage_key("s", a, []) == stage_key("s", dict(reversed(a.items())), [])
+    assert len({stage_key("s", a, []), stage_key("t", a, []), stage_key("s", a, ["p"])}) == 3
+
+
+def test_fingerprints_are_remembered_by_path_size_and_time(fake_root: Path) -> None:
+    path, memory = fake_root / "weights.bin", fake_root / "runs" / ".fingerprints.json"
+    path.write_bytes(b"old")
+    os.utime(path, (1e9, 1e9))
+    first = manifest.Fingerprints(memory).of(path)
+    assert manifest.Fingerprints(memory).remembered(path) == first == manifest.hash_file(path)
+    path.write_bytes(b"new")
+    assert manifest.Fingerprints(memory).remembered(path) is None
+    assert manifest.Fingerprints(memory).of(path) == manifest.hash_file(path) != first
+    # written this moment: it may change again within the same time stamp, so it is not remembered
+    assert manifest.Fingerprints(memory).remembered(path) is None
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_peak_memory_is_that_of_the_stage(reset: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not reset:
+        real = Path.write_text
+
+        def refuse(self: Path, *args: Any, **kwargs: Any) -> int:
+            if self.name == "clear_refs":
+                raise PermissionError(self)
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "write_text", refuse)
+    big = bytearray(os.urandom(1)) * (300 * 2**20)
+    del big
+    with manifest.Peak() as small:
+        time.sleep(0.1)
+    with manifest.Peak() as large:
+        big = bytearray(b"x") * (300 * 2**20)
+        time.sleep(0.1)
+        del big
+    assert large.rss_gb - small.rss_gb == pytest.approx(300 / 1024, abs=0.03)
+    assert large.seconds >= 0.1
+
+
+def test_secrets_are_struck_out() -> None:
+    assert manifest.redact("hf_AbCdEfGh1234 at https://me:pass@host/x") == "hf_*** at https://me:***@host/x"
+    assert manifest.redact("calibrate/hf_x and tcp://host:123") == "calibrate/hf_x and tcp://host:123"
+
+
+# Several ranks, as processes
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from qat import plugins
+plugins.ROOT = Path.cwd()
+from qat.recipe import load
+from qat.stages import Run
+rank, mode = int(os.environ["RANK"]), sys.argv[1]
+def alone(partial):
+    time.sleep(0.5)
+    assert rank == 0
+    if mode == "fail": raise ValueError("no luck with hf_abcdefghijkl")
+    if mode == "die": os.kill(os.getpid(), 9)
+    (partial / "x").write_text("x")
+    return {}
+def together(partial):
+    (partial / f"rank{rank}").write_text("here")
+    while rank == 0 and not (partial / "rank1").exists(): time.sleep(0.01)
+    return {}
+with Run(load(["recipe=small.yaml", *sys.argv[2:]])) as run:
+    one = run.stage("calibrate", content={"rank": rank} if mode == "differ" else {}, work=alone)
+    if mode == "differ": sys.exit()
+    two = run.stage("train", content={}, parents=[one], work=together, everyone=True)
+print(rank, one.reused, sorted(two.manifest["files"]), two.reused)
+"""
+
+
+def launch(folder: Path, mode: str, *overrides: str, port: int) -> list[tuple[int, str, str]]:
+    """(exit code, stdout's last line, stderr's last line) of two ranks; rank 1 starts first."""
+    started = []
+    for rank in (1, 0):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+        }
+        command = [sys.executable, "-c", textwrap.dedent(SCRIPT), mode, *overrides]
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, cwd=folder, env=environment, **pipes))
+    out = [(*process.communicate(timeout=60), process.returncode) for process in started]
+    return [
+        (code, *(text.strip().rpartition("\n")[2] for text in (said, wrong))) for said, wrong, code in reversed(out)
+    ]
+
+
+def test_other_ranks_wait_for_rank_0_and_agree_with_it(fake_root: Path) -> None:
+    made = launch(fake_root, "work", port=1)
+    assert [line for _, line, _ in made] == [f"{rank} False ['rank0', 'rank1'] False" for rank in (0, 1)], made
+    again = launch(fake_root, "work", port=1)
+    assert [line for _, line, _ in again] == [f"{rank} True ['rank0', 'rank1'] True" for rank in (0, 1)], again
+    fresh = launch(fake_root, "work", "fresh=train", port=1)
+    assert [line for _, line, _ in fresh] == [f"{rank} True ['rank0', 'rank1'] False" for rank in (0, 1)], fresh
+
+
+def test_other_ranks_fail_when_rank_0_does(fake_root: Path) -> None:
+    (code_0, _, _), (code_1, _, error_1) = launch(fake_root, "fail", port=3)
+    assert code_0 == code_1 == 1
+    assert error_1 == "qat.ranks.RunError: rank 0 failed: ValueError: no luck with hf_***"
+    (code_0, _, _), (code_1, _, error_1) = launch(fake_root, "die", port=4)
+    assert code_0 == -signal.SIGKILL and code_1 == 1
+    assert "is gone without a word" in error_1
+    (_, _, _), (code_1, _, error_1) = launch(fake_root, "differ", port=5)
+    assert code_1 == 1 and "the ranks read different recipes or files" in error_1
+
+
+def test_a_terminated_run_says_so_in_its_summary(fake_root: Path) -> None:
+    code = textwrap.dedent(
+        """
+        import time
+        from pathlib import Path
+        from qat import plugins
+        plugins.ROOT = Path.cwd()
+        from qat.recipe import load
+        from qat.stages import Run
+        def work(partial):
+            print("at work", flush=True)
+            time.sleep(60)
+        with Run(load(["recipe=small.yaml"])) as run:
+            run.stage("train", content={}, work=work)
+        """
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    while "at work" not in process.stdout.readline():
+        pass
+    process.terminate()
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    summary = json.loads(Path("runs/small/summary.json").read_text())
+    assert summary["status"] == "failed" and summary["error"] == "interrupted"
