@@ -18,6 +18,7 @@ from torch import Tensor
 from calibrate.inputs import InputStats
 from calibrate.range import max as widest
 from calibrate.round import nearest
+from calibrate.rows import at, chunks
 from qat.quant import Quantized, dequantize
 from qat.scheme import TensorFormat
 
@@ -52,11 +53,15 @@ def line(
 
 
 def _relative(q: Quantized, weight: Tensor, fmt: TensorFormat, importance: Tensor | None) -> float:
-    def total(x: Tensor) -> float:
-        square = x.square()
-        return (square if importance is None else square.mul_(importance)).sum().item()
+    def energy(x: Tensor) -> float:
+        return (x.square() if importance is None else x.square() * importance).sum().item()
 
-    return total(dequantize(q, fmt).sub_(weight)) / (total(weight) or 1.0)
+    lost = total = 0.0
+    for which in chunks(weight):
+        part = Quantized(q.codes[which], at(q.scale, which), at(q.zero, which))
+        lost += energy(dequantize(part, fmt) - weight[which])
+        total += energy(weight[which])
+    return lost / (total or 1.0)
 
 
 def write(rows: list[dict[str, Any]], path: Path) -> None:

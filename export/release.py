@@ -1,4 +1,4 @@
-"""The release: the exported directories that the gate let out, linked into one folder with card, launchers, provenance."""
+"""The release: the exported directories that the gate let out, linked, with card, launchers, hashes."""
 
 from __future__ import annotations
 

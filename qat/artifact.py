@@ -65,7 +65,7 @@ def block_tensors(name: str, q: Quantized, input_scale: Tensor | None, bias: Ten
 
 
 class Artifact:
-    """Reader of an artifact folder. As a `Tensors` source it gives the dequantized model, in float32 where quantized."""
+    """Reader of an artifact folder. As a `Tensors` source it gives the dequantized model, float32 where quantized."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,7 +73,7 @@ class Artifact:
         self.meta: dict[str, Any] = meta
         self.scheme = Scheme.model_validate(meta["scheme"])
         self.formats = {name: TensorFormat.model_validate(fmt) for name, fmt in meta["linears"].items()}
-        files = sorted(p.name for p in path.glob("block-*.safetensors")) + [REST]
+        files = [*sorted(p.name for p in path.glob("block-*.safetensors")), REST]
         self._base = SafetensorsFolder(path, files)
         self._overlay = SafetensorsFolder(path, [OVERLAY]) if (path / OVERLAY).exists() else None
         over = set(self._overlay.names()) if self._overlay else set()

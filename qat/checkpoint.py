@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -61,13 +61,15 @@ class SafetensorsFolder:
                 raise ValueError(f"{index} points to {file!r}, outside its folder; shards must lie beside the index")
             missing = {n for n, f in weight_map.items() if f == file} - set(self._keys(file))
             if missing:
-                raise ValueError(f"{index} says that {file} holds {min(missing)}, but it does not; the shard is not whole")
+                raise ValueError(
+                    f"{index} says that {file} holds {min(missing)}, but it does not; the shard is not whole"
+                )
 
     def _keys(self, file: str) -> list[str]:
         with self._open(file) as f:
             return list(f.keys())
 
-    def _open(self, file: str):  # type: ignore[no-untyped-def]
+    def _open(self, file: str) -> Any:
         path = self.folder / file
         if not path.is_file():
             raise ValueError(f"{path} is missing; the index names it")

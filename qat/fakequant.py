@@ -25,7 +25,7 @@ class OnGrid(torch.autograd.Function):
         return x.bfloat16().half().float()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 
@@ -37,7 +37,7 @@ class FakeQuantInput(torch.autograd.Function):
         return fake_quant_input(x, input_scale)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -53,7 +53,7 @@ class ScaledCodes(torch.autograd.Function):
         return (codes * scale[..., None]).flatten(1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         codes, scale = ctx.saved_tensors
         return None, (grad.view(codes.shape) * codes).sum(-1, dtype=torch.float32).to(scale.dtype)
 
@@ -68,14 +68,19 @@ class CompensatedLinear(nn.Module):
         super().__init__()
         if learn_scale and not fmt.is_int:
             raise ValueError(f"train.learn.scale trains int4 group scales; {fmt} has none: learn the bias only")
-        self.codes = grouped(signed_codes(q).to(torch.int8), fmt.group_of(q.codes.shape[1])) if learn_scale else None
-        self.weight = None if learn_scale else dequantize(q, fmt).to(dtype)
+        self.codes: Tensor | None = None
+        self.weight: Tensor | None = None
+        if learn_scale:
+            self.codes = grouped(signed_codes(q).to(torch.int8), fmt.group_of(q.codes.shape[1]))
+        else:
+            self.weight = dequantize(q, fmt).to(dtype)
         self.scale: Tensor | None = None
         self.bias: Tensor | None = None
-        self.quantized_input, self.input_scale = False, None
+        self.quantized_input = False
+        self.input_scale: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.quantized_input:
             x = FakeQuantInput.apply(x, self.input_scale)
-        weight = self.weight if self.codes is None else ScaledCodes.apply(self.codes, self.scale)
+        weight: Any = self.weight if self.codes is None else ScaledCodes.apply(self.codes, self.scale)
         return F.linear(x, weight, self.bias)

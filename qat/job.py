@@ -86,4 +86,4 @@ def dtype(compute: Compute, on: torch.device) -> torch.dtype:
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     if compute.dtype == "auto":
         return torch.bfloat16 if on.type == "cuda" else torch.float32
-    return getattr(torch, compute.dtype)  # type: ignore[no-any-return]
+    return getattr(torch, compute.dtype)

@@ -27,7 +27,10 @@ from qat.tokens import batches
 RESUME, HISTORY = "resume.safetensors", "history.json"
 UNIT_WINDOWS = 8  # windows on which the size of each linear's outputs is measured
 VALIDATION = 8  # windows of the training text that are never trained on; they tell whether training helped
-LOGIT_BYTES = {"cpu": 512 * 2**20, "cuda": 4 * 2**30}  # float32 logits alive at once; the head and the loss run in chunks of tokens
+LOGIT_BYTES = {
+    "cpu": 512 * 2**20,
+    "cuda": 4 * 2**30,
+}  # float32 logits alive at once; the head and the loss run in chunks of tokens
 
 
 def learning_rate(step: int, steps: int, warmup: int) -> float:
@@ -45,7 +48,9 @@ def split_validation(windows: Tensor) -> tuple[Tensor, Tensor]:
     return windows[:-held], windows[-held:]
 
 
-def head_loss(teacher: Model, student: Student, target: Tensor, hidden: Tensor, temperature: float, tokens: int) -> Tensor:
+def head_loss(
+    teacher: Model, student: Student, target: Tensor, hidden: Tensor, temperature: float, tokens: int
+) -> Tensor:
     """KL summed over the tokens of `hidden`, divided by `tokens`; runs backward into `hidden` when it needs a gradient.
 
     target, hidden: last block's outputs (batch, length, hidden). Logits exist for one chunk of tokens at a time.
@@ -75,7 +80,9 @@ def evaluate(teacher: Model, student: Student, windows: Tensor, temperature: flo
     return total.item()
 
 
-def save_state(folder: Path, params: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, history: dict[str, Any]) -> None:
+def save_state(
+    folder: Path, params: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, history: dict[str, Any]
+) -> None:
     """Parameters, AdamW moments and the history so far. The tensor file carries its step, so a torn pair is noticed."""
     state: dict[str, Tensor] = {"step": torch.tensor(len(history["loss"]))}
     for name, p in params.items():
@@ -158,15 +165,15 @@ def train(
                     target = run_blocks(teacher, part)
                 hidden = run_blocks(student, part)
                 loss += head_loss(teacher, student, target, hidden, temperature, ids.numel())
-            loss = average(accelerator, params, loss)
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss is {loss} at step {step}; lower train.learn's rates")
+            mean = average(accelerator, params, loss)
+            if not math.isfinite(mean):
+                raise FloatingPointError(f"the loss is {mean} at step {step}; lower train.learn's rates")
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * learning_rate(step, steps, warmup)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            history["loss"].append(loss)
-            progress(step + 1, loss)
+            history["loss"].append(mean)
+            progress(step + 1, mean)
             if accelerator.is_main_process and (step + 1) % save_every == 0 and step + 1 < steps:
                 save_state(folder, params, optimizer, history)
         history["validation_end"] = evaluate(teacher, student, held)
@@ -176,10 +183,11 @@ def train(
 def average(accelerator: Accelerator, params: Mapping[str, Tensor], loss: Tensor) -> float:
     """Average the gradients, in place, and the loss over all ranks; one reduction of one flat tensor."""
     if accelerator.num_processes > 1:
-        flat = torch.cat([loss.detach().float().view(1), *(p.grad.flatten() for p in params.values())])
+        grads = [p.grad for p in params.values() if p.grad is not None]
+        flat = torch.cat([loss.detach().float().view(1), *(g.flatten() for g in grads)])
         flat = accelerator.reduce(flat, reduction="mean")
         loss, offset = flat[0], 1
-        for p in params.values():
-            p.grad.copy_(flat[offset : offset + p.numel()].view_as(p))
-            offset += p.numel()
+        for grad in grads:
+            grad.copy_(flat[offset : offset + grad.numel()].view_as(grad))
+            offset += grad.numel()
     return loss.item()

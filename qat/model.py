@@ -59,10 +59,10 @@ class Model:
         with torch.device("meta"):
             self.root = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
         self.root.requires_grad_(False)
-        self.blocks: Sequence[nn.Module] = list(self.root.get_submodule(self.arch.blocks))  # type: ignore[arg-type]
+        self.blocks: Sequence[nn.Module] = list(self.root.get_submodule(self.arch.blocks))
         # buffers that no file holds (rotary frequencies) cannot stay on meta: build that module for real
         rotary = self.root.get_submodule(self.arch.rotary)
-        self._set(self.arch.rotary, type(rotary)(config=config).to(self.device))  # type: ignore[call-arg]
+        self._set(self.arch.rotary, type(rotary)(config=config).to(self.device))
         self._names = set(tensors.names())
         self._block_names = self._by_block()
         self._kwargs: dict[int, list[dict[str, Any]]] = {}

@@ -49,7 +49,9 @@ class Parent:
     @cached_property
     def tokenizer(self) -> Any:
         if not any(self.folder.glob("tokenizer*")) and not any(self.folder.glob("vocab.*")):
-            raise ValueError(f"{self.folder} has no tokenizer files; text cannot be read: copy the model's tokenizer there")
+            raise ValueError(
+                f"{self.folder} has no tokenizer files; text cannot be read: copy the model's tokenizer there"
+            )
         return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
 
     def files(self) -> list[Path]:
@@ -97,13 +99,15 @@ def from_hub(repo: str, revision: str | None) -> Path:
     HF_TOKEN, HF_HOME and HF_HUB_OFFLINE act as in huggingface_hub. Raises ValueError when it cannot be had.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     wanted = ["*.safetensors", "*.safetensors.index.json", *SIDE_FILES]
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=wanted))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        offline = " (HF_HUB_OFFLINE is set: only the local cache was searched)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        offline = (
+            " (HF_HUB_OFFLINE is set: only the local cache was searched)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        )
         raise ValueError(
             f"model.source {repo!r} is no local folder and could not be fetched from the hub{offline}: "
             f"{str(error).splitlines()[0]}"

@@ -2,11 +2,11 @@
 
 A weight W (rows = output channels N, columns = inputs K) in groups of g inputs is stored as
 
-    int4:  W[n, k] = (codes[n, k] - zero[n, k // g]) * scale[n, k // g]     codes, zero in 0..15; zero = 8 when symmetric
+    int4:  W[n, k] = (codes[n, k] - zero[n, k // g]) * scale[n, k // g]    codes, zero in 0..15; zero = 8 when symmetric
     fp8:   W[n, k] = codes[n, k] * scale[n or 0, 0]                         codes are float8 E4M3, |code| <= 448
 
-INT4 scales and every bias lie on the grid `x.bfloat16().half().float()`, scales at least 2^-14: such a value is exact in
-bfloat16 and in float16, so the same bytes serve both. A code times a scale then has at most 11 significant bits when
+INT4 scales and every bias lie on the grid `x.bfloat16().half().float()`, scales at least 2^-14: such a value is exact
+in bfloat16 and in float16, so the same bytes serve both. A code times a scale then has at most 11 significant bits when
 symmetric: the dequantized weight is exact in float16.
 """
 
@@ -78,7 +78,7 @@ def minmax_scale(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize(weight: Tensor, scale: Tensor, zero: Tensor | None, fmt: TensorFormat) -> Tensor:
-    """Nearest codes (N, K) of a float32 weight (N, K), ties to even. The exact inverse of `dequantize` on its own output.
+    """Nearest codes (N, K) of a float32 weight (N, K), ties to even; inverts `dequantize` exactly.
 
     Example: `quantize(dequantize(q, fmt), q.scale, q.zero, fmt)` equals `q.codes`, for every format.
     """

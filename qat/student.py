@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qat.artifact import Artifact
 from qat.fakequant import CompensatedLinear, OnGrid
 from qat.model import Model
-from qat.quant import MIN_SCALE, to_grid
+from qat.quant import MIN_SCALE, Quantized, to_grid
 
 
 class Student(Model):
@@ -21,7 +21,7 @@ class Student(Model):
     All learned numbers of a kind lie in one flat float32 parameter, so that rounding, optimizer and reduction over
     ranks are a few kernels, whatever the number of layers:
 
-        bias  = grid(start + unit * delta)     unit: root mean square of the linear's outputs, so one rate fits all layers
+        bias  = grid(start + unit * delta)     unit: rms of the linear's outputs, so one rate fits all layers
         scale = grid(start * (1 + delta))      a relative change
 
     learn: any of bias, scale. slots: linears of a block (`mlp.down_proj`...) whose bias the target engines load.
@@ -41,7 +41,8 @@ class Student(Model):
                 if full not in artifact.formats:
                     continue
                 q = artifact.quantized(full)
-                q = type(q)(*(None if t is None else t.to(self.device) for t in q))
+                zero = None if q.zero is None else q.zero.to(self.device)
+                q = Quantized(q.codes.to(self.device), q.scale.to(self.device), zero)
                 linear = CompensatedLinear(q, artifact.formats[full], "scale" in learn, self.dtype)
                 if artifact.scheme.inputs is not None:
                     linear.quantized_input = True
@@ -62,7 +63,7 @@ class Student(Model):
         self.start = {kind: tensors for kind, tensors in start.items() if tensors}
         self.flat_start = {kind: torch.cat([t.flatten() for t in ts.values()]) for kind, ts in self.start.items()}
         self.delta = {kind: nn.Parameter(torch.zeros_like(t)) for kind, t in self.flat_start.items()}
-        self.bias_unit = torch.ones_like(self.flat_start["bias"]) if "bias" in self.start else None
+        self.bias_unit = torch.ones_like(self.flat_start.get("bias", torch.empty(0)))
 
     def _fill_rest(self, index: int) -> None:
         """Norms and linears that the scheme leaves as they are."""
@@ -102,20 +103,24 @@ class Student(Model):
         out: dict[str, Tensor] = {}
         for kind, starts in self.start.items():
             flat = to_grid(self.values(kind).detach()).cpu()
-            for (name, start), piece in zip(starts.items(), flat.split([t.numel() for t in starts.values()]), strict=True):
+            for (name, start), piece in zip(
+                starts.items(), flat.split([t.numel() for t in starts.values()]), strict=True
+            ):
                 out[f"{name}.{kind}"] = piece.view(start.shape).clone()
         return out
 
     @torch.no_grad()
     def set_bias_unit(self, windows: Tensor) -> None:
         """Measure `bias_unit` on the teacher: per linear, the mean over channels of the root mean square output."""
-        if self.bias_unit is None:
+        if "bias" not in self.start:
             return
         squares: dict[str, Tensor] = {}
         with _watch_outputs(self.teacher, list(self.start["bias"]), squares), self.teacher.ends():
             for ids in windows.split(1):
                 run_blocks(self.teacher, ids)
-        units = [(squares[name] / len(windows)).sqrt().mean().expand(t.numel()) for name, t in self.start["bias"].items()]
+        units = [
+            (squares[name] / len(windows)).sqrt().mean().expand(t.numel()) for name, t in self.start["bias"].items()
+        ]
         self.bias_unit = torch.cat(units)
 
 
@@ -132,7 +137,7 @@ def run_blocks(model: Model, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _watch_outputs(model: Model, names: list[str], squares: dict[str, Tensor]) -> Iterator[None]:
-    """Add the mean square output per channel of each forward pass to `squares`; the first token, a sink, is left out."""
+    """Add the mean square output per channel of each forward pass to `squares`, without the first token (a sink)."""
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:

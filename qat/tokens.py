@@ -34,7 +34,7 @@ class Corpus:
 
 
 def documents(source: str, split: str | None, column: str) -> Iterator[str]:
-    """The texts of a source, one at a time. Raises ValueError naming file, line and rule for text that cannot be read."""
+    """The texts of a source, one at a time. Raises ValueError, naming file and line, for what cannot be read."""
     path = Path(source)
     if not path.is_file():
         yield from _hub_documents(source, split, column)
@@ -77,7 +77,9 @@ def _hub_documents(source: str, split: str | None, column: str) -> Iterator[str]
     try:
         rows = load_dataset(source, split=split or "train")
     except (FileNotFoundError, ConnectionError, ValueError) as error:
-        raise ValueError(f"dataset {source!r} is no local file and could not be loaded from the hub: {error}") from error
+        raise ValueError(
+            f"dataset {source!r} is no local file and could not be loaded from the hub: {error}"
+        ) from error
     for number, row in enumerate(rows):
         yield _column(row, column, f"{source} row {number}")
 
@@ -102,7 +104,7 @@ def windows(
     split: str | None = None,
     column: str = "text",
 ) -> Corpus:
-    """Non-overlapping windows of `length` tokens from the start, or `sequences` of them drawn with `seed` in text order.
+    """Non-overlapping windows of `length` tokens from the start, or `sequences` of them drawn by `seed`, in text order.
 
     sequences None takes all; seed None takes the first ones. Raises ValueError when the text is too short.
     """

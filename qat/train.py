@@ -100,17 +100,26 @@ def gate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     """Exported directories, read back, against the parent: faults and measurements, no judgement yet."""
     parent = job.parent
     states, exports = states_of(job), exports_of(job)
-    checks = job.recipe.gate or {}
-    faults = {e.name: gate.stage.inspect(e, out) if "lint" in checks else [] for e in exports}
+    checks, cache = job.recipe.gate or {}, job.run.folder / ".measured"
+    cache.mkdir(exist_ok=True)
+    faults = {e.name: gate.stage.inspect(e, cache) if "lint" in checks else [] for e in exports}
     sound = [gate.stage.plain_state(e.name, e.directory, e.key, baseline=e.baseline, seconds=e.seconds)
              for e in exports if not faults[e.name]]  # fmt: skip
-    with report.Steps("gate", total=(1 + len(states) + len(sound)) * len(job.evaluation.windows), unit="window") as steps:
-        own = gate.stage.plain_state("parent", parent.folder)
+    own = gate.stage.plain_state("parent", parent.folder)
+    total = (1 + len(states) + len(sound)) * len(job.evaluation.windows)
+    with report.Steps("gate", total=total, unit="window") as steps:
+        done: dict[str, int] = {}
+
+        def progress(name: str, windows_done: int, _: int) -> None:
+            steps.advance(name, by=windows_done - done.get(name, 0))
+            done[name] = windows_done
+
         measured = gate.stage.measure_all(
-            own, [*states, *sound], job.evaluation.windows, out, job.device, job.dtype, lambda *_: steps.advance()
+            own, [*states, *sound], job.evaluation.windows, cache, job.device, job.dtype, progress
         )
     manifest.write_json(out / MEASURED, {"faults": faults, "measured": measured})
-    return {name: {key: state[key] for key in ("perplexity", "kl", "top1")} for name, state in measured["states"].items()}
+    kept = ("perplexity", "kl", "top1")
+    return {name: {key: state[key] for key in kept} for name, state in measured["states"].items()}
 
 
 def states_of(job: Job) -> list[gate.stage.State]:
@@ -189,13 +198,14 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Any:
             if step.format is None:
                 continue
             recipe, name = job.recipe_of(step), label(step.variant, step.format)
+            shown = ("parent", label(step.variant, "rtn"), name)
             facts = card | {
                 "scheme": str(recipe.scheme),
                 "format": step.format,
                 "calibrate": recipe.model_dump()["calibrate"],
                 "train": recipe.model_dump()["train"],
                 "evaluation": verdict["evaluation"] | {"source": Path(job.evaluation.source).name},
-                "rows": [row for row in verdict["table"] if row["state"] in ("parent", label(step.variant, "rtn"), name)],
+                "rows": [row for row in verdict["table"] if row["state"] in shown],
                 "data": job.root,
             }
             loaders = [e for e in recipe.export.engines if export.stage.loads(e, step.format)]

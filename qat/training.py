@@ -34,7 +34,7 @@ def run(
     windows that it did not train on.
     """
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no")
-    learn = {kind: rate for kind, rate in train.learn.items() if kind != "bias" or slots}
+    learn: dict[str, float] = {kind: rate for kind, rate in train.learn.items() if kind != "bias" or slots}
     if not learn:
         raise ValueError("train.learn has only bias, but the engines load none; learn scale too, or set train to null")
     teacher = Model(parent.config, parent.tensors, device, dtype, resident=True)

@@ -10,18 +10,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from calibrate.rows import chunks
 from qat.quant import Quantized, dequantize, grouped, max_scale, minmax_scale, quantize, scale_to_grid
 from qat.scheme import TensorFormat
 
 Range = tuple[Tensor, Tensor | None]  # scale float32 (N, K / g); zero uint8 (N, K / g), None when symmetric
 PROBE = 4  # weights of a group that are looked at before the whole of it
-CHUNK = {"cpu": 2**18, "cuda": 2**26}  # weights at once: within the cache of a core, or a share of a GPU's memory
 
 
-def by_rows(weight: Tensor, find: Callable[[Tensor, slice], Range], step: int | None = None) -> Range:
-    """Call `find(rows of the weight, which rows)` on `step` rows at a time (None: a chunk), and join the ranges."""
-    step = step or max(1, CHUNK.get(weight.device.type, 2**18) // weight.shape[1])
-    parts = [find(weight[i : i + step], slice(i, i + step)) for i in range(0, len(weight), step)]
+def by_rows(weight: Tensor, find: Callable[[Tensor, slice], Range], rows: int | None = None) -> Range:
+    """Call `find(part of the weight, which rows)` on `rows` rows at a time, and join the ranges."""
+    parts = [find(weight[which], which) for which in chunks(weight, rows)]
     scales, zeros = zip(*parts, strict=True)
     return torch.cat(scales), None if zeros[0] is None else torch.cat(zeros)
 

@@ -7,9 +7,11 @@ the grid and the codes were chosen for that very scale.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from calibrate.inputs import InputStats
+from calibrate.rows import at, chunks
 from qat.quant import Quantized, quantize
 from qat.scheme import Section, TensorFormat
 
@@ -26,4 +28,5 @@ def codes(
     weight: Tensor, scale: Tensor, zero: Tensor | None, fmt: TensorFormat, inputs: InputStats | None, options: Options
 ) -> Quantized:
     """Codes of a weight float32 (N, K) at scale float32 (N, K / g) and zero uint8 or None."""
-    return Quantized(quantize(weight, scale, zero, fmt), scale, zero)
+    parts = [quantize(weight[which], at(scale, which), at(zero, which), fmt) for which in chunks(weight)]
+    return Quantized(torch.cat(parts), scale, zero)

@@ -15,7 +15,7 @@ from qat import plugins
 
 @dataclass(frozen=True)
 class BiasSlots:
-    """Which linears of a block an engine gives a bias: `always`, or when a config flag is true. Others it drops silently."""
+    """Which linears of a block an engine gives a bias, `always` or by a config flag. Others' it drops silently."""
 
     always: tuple[str, ...] = ()
     by_flag: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -28,10 +28,11 @@ class BiasSlots:
 class Arch:
     """Module names are relative to a block unless they say otherwise.
 
-    linears: in the order they run. shared_input: linears that read the same tensor; the engines fuse them, so they share
-    input statistics, and per-tensor scales. norm_pairs: (norm, or earlier linear) -> linears its output feeds, where a
-    per-channel factor can be folded. bias_slots: per engine. relabel_to: the architecture whose graph is the same when
-    the config fields in `relabel_when` have the given values, written out as `relabel_fields` (target field -> value).
+    linears: in the order they run. shared_input: linears that read the same tensor; the engines fuse them, so they
+    share input statistics and per-tensor scales. norm_pairs: (norm, or earlier linear) -> linears its output feeds,
+    where a per-channel factor can be folded. bias_slots: per engine. relabel_to: the architecture whose graph is the
+    same when the config fields in `relabel_when` have the given values, written out as `relabel_fields` (target field
+    -> value).
     """
 
     model_types: tuple[str, ...]
