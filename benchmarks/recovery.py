@@ -102,14 +102,13 @@ def main(argv: list[str]) -> None:
         return found
 
     for method in own.get("methods", "bias,bias+scale").split(","):
-        learn = METHODS[method.removeprefix("tuned:")]
+        name = method.removeprefix("tuned:")
+        learn = METHODS[name]
         if method.startswith("tuned:"):
-            tried = [
-                (go(method, rates, seeds[0])["train"]["metrics"]["kl_end"], rates) for rates in (learn, *CANDIDATES)
-            ]
+            tried = [(go(name, rates, seeds[0])["train"]["metrics"]["kl_end"], rates) for rates in (learn, *CANDIDATES)]
             learn = min(tried, key=lambda pair: pair[0])[1]
         for seed in seeds:
-            go(method.removeprefix("tuned:"), learn, seed)
+            go(name, learn, seed)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch import Tensor
 from calibrate.inputs import InputStats
 from calibrate.range import max as widest
 from calibrate.round import nearest
-from calibrate.rows import at, chunks
+from calibrate.rows import at, each
 from qat.quant import Quantized, dequantize
 from qat.scheme import TensorFormat
 
@@ -56,11 +56,11 @@ def _relative(q: Quantized, weight: Tensor, fmt: TensorFormat, importance: Tenso
     def energy(x: Tensor) -> float:
         return (x.square() if importance is None else x.square() * importance).sum().item()
 
-    lost = total = 0.0
-    for which in chunks(weight):
-        part = Quantized(q.codes[which], at(q.scale, which), at(q.zero, which))
-        lost += energy(dequantize(part, fmt) - weight[which])
-        total += energy(weight[which])
+    def of(rows: slice) -> tuple[float, float]:
+        part = Quantized(q.codes[rows], at(q.scale, rows), at(q.zero, rows))
+        return energy(dequantize(part, fmt) - weight[rows]), energy(weight[rows])
+
+    lost, total = map(sum, zip(*each(weight, of), strict=True))
     return lost / (total or 1.0)
 
 

@@ -121,7 +121,7 @@ class Train(Section):
     """The compensation that is learned with the codes frozen."""
 
     learn: dict[Literal["bias", "scale"], PositiveFloat] = Field(
-        {"bias": 1e-2, "scale": 3e-3}, min_length=1, description="what is learned (bias, scale) and its learning rate"
+        {"bias": 3e-3, "scale": 3e-3}, min_length=1, description="what is learned (bias, scale) and its learning rate"
     )
     loss: Literal["kl"] = Field("kl", description="kl: forward KL to the full-precision parent's logits")
     temperature: PositiveFloat = Field(1.0, description="divides both logits in the loss")

@@ -9,12 +9,15 @@ import gzip
 import hashlib
 import json
 import lzma
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pyarrow import ArrowException
+from pyarrow.parquet import ParquetFile
 from torch import Tensor
 
 OPENERS = {".xz": lzma.open, ".gz": gzip.open}
@@ -43,9 +46,7 @@ def documents(source: str, split: str | None, column: str) -> Iterator[str]:
     opener: Any = OPENERS.get(path.suffix, open)
     try:
         if kind == ".parquet":
-            from datasets import load_dataset
-
-            yield from (row[column] for row in load_dataset("parquet", data_files=str(path), split="train"))
+            yield from _parquet(path, column)
         elif kind == ".jsonl":
             with opener(path, "rt", encoding="utf-8") as f:
                 for number, line in enumerate(f, 1):
@@ -60,6 +61,20 @@ def documents(source: str, split: str | None, column: str) -> Iterator[str]:
         raise ValueError(f"{path} is not UTF-8 text: {error}; convert it first (iconv -t utf-8)") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is not a whole {path.suffix} file: {error}; fetch it again") from error
+
+
+def _parquet(path: Path, column: str) -> Iterator[str]:
+    """Straight from the file, a batch of rows at a time: `datasets` would first make a copy of it in its cache."""
+    try:
+        file = ParquetFile(path)
+    except ArrowException as error:
+        raise ValueError(f"{path} is not a parquet file: {error}") from error
+    only = [column] if column in file.schema_arrow.names else None  # None: the error below names the columns
+    rows = (row for batch in file.iter_batches(columns=only) for row in batch.to_pylist())
+    for number, row in enumerate(rows, 1):
+        yield _column(row, column, f"{path} row {number}")
 
 
 def _column(row: Any, column: str, where: str) -> str:

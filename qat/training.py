@@ -61,7 +61,7 @@ def run(
             progress=progress,
         )
     start, end = history["validation_start"], history["validation_end"]
-    if end > start:
+    if not end <= start:  # NaN is worse too
         raise ValueError(
             f"training made the model worse: KL on held-out windows of the training text went from {start:.4f} to "
             f"{end:.4f}; lower the rates in train.learn ({dict(train.learn)}), or give more text than {corpus.source}"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+# as in qat/train.py: read when torch loads
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 

@@ -130,7 +130,7 @@ def test_variants_are_whole_recipes(fake_root: Path) -> None:
     assert [name for name, _ in recipe.by_variant] == ["fp8", "wide", "plain"]
     assert fp8_recipe.train is None and fp8_recipe.scheme.kinds == {"fp8-tensor"}
     assert wide.model_dump()["calibrate"]["range"] == {"name": "mse", "grid": 40, "norm": "l2"}
-    assert wide.train and wide.train.learn == {"bias": 0.01} and wide.train.steps == 20
+    assert wide.train and wide.train.learn == {"bias": 0.003} and wide.train.steps == 20
     assert plain.calibrate.range.name == "activation" and not plain.variants
     assert load(["recipe=small.yaml"]).by_variant == [(None, load(["recipe=small.yaml"]))]
 

@@ -5,12 +5,10 @@ Every candidate is judged by the numbers that would be stored: scale on the 16-b
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from calibrate.rows import chunks
+from calibrate.rows import each
 from qat.quant import Quantized, dequantize, grouped, max_scale, minmax_scale, quantize, scale_to_grid
 from qat.scheme import TensorFormat
 
@@ -18,9 +16,8 @@ Range = tuple[Tensor, Tensor | None]  # scale float32 (N, K / g); zero uint8 (N,
 PROBE = 4  # weights of a group that are looked at before the whole of it
 
 
-def by_rows(weight: Tensor, find: Callable[[Tensor, slice], Range], rows: int | None = None) -> Range:
-    """Call `find(part of the weight, which rows)` on `rows` rows at a time, and join the ranges."""
-    parts = [find(weight[which], which) for which in chunks(weight, rows)]
+def join(parts: list[Range]) -> Range:
+    """One range of the ranges of consecutive rows."""
     scales, zeros = zip(*parts, strict=True)
     return torch.cat(scales), None if zeros[0] is None else torch.cat(zeros)
 
@@ -78,7 +75,8 @@ def search(weight: Tensor, fmt: TensorFormat, importance: Tensor | None, ratios:
     size = fmt.group_of(weight.shape[1])
     factor = None if importance is None else importance.view(-1, size)
 
-    def find(rows: Tensor, _: slice) -> Range:
+    def find(which: slice) -> Range:
+        rows = weight[which]
         groups = grouped(rows, size)
 
         def error(scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -96,4 +94,4 @@ def search(weight: Tensor, fmt: TensorFormat, importance: Tensor | None, ratios:
             zero = None if zero is None or z is None else torch.where(better, z, zero)
         return scale, zero
 
-    return by_rows(weight, find)
+    return join(each(weight, find))

@@ -17,13 +17,13 @@ from pydantic import Field
 from torch import Tensor
 
 from calibrate.inputs import InputStats
-from calibrate.range._search import Range, by_rows, search, stored, widest
+from calibrate.range._search import Range, join, search, stored, widest
+from calibrate.rows import at, each
 from qat.scheme import Section, TensorFormat
 
 VERSION = 1
 NEEDS = {"kl_hessian"}
 DTYPES = {"int4"}
-CANDIDATE_BYTES = 2**28  # the weights of a group at all ratios, for the rows searched at once
 
 
 class Options(Section):
@@ -43,12 +43,16 @@ def find(weight: Tensor, fmt: TensorFormat, inputs: InputStats | None, options: 
     hessian.diagonal().add_(options.damping * hessian.diagonal().mean())
     first = search(weight, fmt, hessian.diagonal(), options.ratios, options.smallest)
     size = fmt.group_of(weight.shape[1])
-    rows = max(1, CANDIDATE_BYTES // (4 * 4 * size * options.ratios))
-    return by_rows(weight, lambda part, which: _descend(part, fmt, hessian, first, which, options), rows)
+
+    def descend(rows: slice) -> Range:
+        return _descend(weight[rows], fmt, hessian, (at(first[0], rows), at(first[1], rows)), options)
+
+    # a step holds the weights of one group at every ratio
+    return join(each(weight, descend, copies=max(1, options.ratios * size // weight.shape[1])))
 
 
-def _descend(weight: Tensor, fmt: TensorFormat, hessian: Tensor, first: Range, which: slice, options: Options) -> Range:
-    scale, zero = first[0][which].clone(), None if first[1] is None else first[1][which].clone()
+def _descend(weight: Tensor, fmt: TensorFormat, hessian: Tensor, first: Range, options: Options) -> Range:
+    scale, zero = first[0].clone(), None if first[1] is None else first[1].clone()
     size, every = fmt.group_of(weight.shape[1]), torch.arange(len(weight), device=weight.device)
     ranges = [widest(weight, fmt, ratio) for ratio in torch.linspace(1, options.smallest, options.ratios).tolist()]
     scales = torch.stack([s for s, _ in ranges])  # (ratios, rows, groups)

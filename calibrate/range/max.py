@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from calibrate.inputs import InputStats
-from calibrate.range._search import Range, by_rows, start
+from calibrate.range._search import Range, join, start
+from calibrate.rows import each
 from qat.quant import max_scale
 from qat.scheme import Section, TensorFormat
 
@@ -25,6 +26,6 @@ class Options(Section):
 def find(weight: Tensor, fmt: TensorFormat, inputs: InputStats | None, options: Options) -> Range:
     """Scale float32 (N, K / g) and zero uint8 or None of a weight float32 (N, K). fp8 per tensor gives scale (1, 1)."""
     if fmt.is_int:
-        return by_rows(weight, lambda rows, _: start(rows, fmt))
+        return join(each(weight, lambda rows: start(weight[rows], fmt)))
     amax = weight.abs().amax(-1, keepdim=True)
     return max_scale(amax.amax().view(1, 1) if fmt.per == "tensor" else amax, fmt), None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from calibrate.inputs import InputStats
-from calibrate.rows import at, chunks
+from calibrate.rows import at, each
 from qat.quant import Quantized, quantize
 from qat.scheme import Section, TensorFormat
 
@@ -28,5 +28,5 @@ def codes(
     weight: Tensor, scale: Tensor, zero: Tensor | None, fmt: TensorFormat, inputs: InputStats | None, options: Options
 ) -> Quantized:
     """Codes of a weight float32 (N, K) at scale float32 (N, K / g) and zero uint8 or None."""
-    parts = [quantize(weight[which], at(scale, which), at(zero, which), fmt) for which in chunks(weight)]
+    parts = each(weight, lambda rows: quantize(weight[rows], at(scale, rows), at(zero, rows), fmt))
     return Quantized(torch.cat(parts), scale, zero)
