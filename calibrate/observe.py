@@ -203,13 +203,15 @@ class _Runner:
                 shared = InputStats(self.needs, linear.in_features, self.model.device)
                 stats.update(dict.fromkeys(group, shared))
                 handles.append(linear.register_forward_pre_hook(_watch(shared, group[0], batch_weights)))
-            weights = {name: self.token_weights.get(name) for name in self.token_weights.names()
-                       if name in stats} if self.token_weights else {}  # fmt: skip
+            kept = [name for name in (self.token_weights.names() if self.token_weights else ()) if name in stats]
+            weights = {name: self.token_weights.get(name) for name in kept} if self.token_weights else {}
             for number, state in enumerate(states):
                 rows = slice(number * self.batch, (number + 1) * self.batch)
                 batch_weights.update({name: w[rows].to(self.model.device) for name, w in weights.items()})
                 states[number] = self.model.run_block(index, state.to(self.model.device)).cpu()
                 if not torch.isfinite(states[number]).all():
+                    for name in (n for n in self.tensors.names() if n.startswith(f"{self.model.arch.blocks}.{index}.")):
+                        self.read(name)  # a weight that is not finite is the likelier cause: it is named here
                     raise ValueError(
                         f"block {index} gives non-finite values on the calibration text in {self.model.dtype}; "
                         "set compute.dtype to bfloat16 or float32"
@@ -233,14 +235,15 @@ class _Runner:
         rows: list[dict[str, Any]] = []
         stored: dict[str, Tensor] = {}
         for group in self.groups(index):
-            with self.timed("range"):
+            with self.timed("range"), _naming(", ".join(group)):
                 ranges = self.ranges(group, [block[f"{name}.weight"] for name in group], inputs.get(group[0]))
             for name, (scale, zero) in zip(group, ranges, strict=True):
                 weight, fmt, seen = block.pop(f"{name}.weight"), self.formats[name], inputs.get(name)
                 with self.timed("round"):
                     q = round_.codes(weight, scale, zero, fmt, seen, self.methods["round"].options)
                 bias = block.pop(f"{name}.bias", None)
-                on_grid = None if bias is None else to_grid(bias.float())
+                with _naming(f"{name}.bias"):
+                    on_grid = None if bias is None else to_grid(bias.float())
                 input_scale = None
                 if self.static_inputs:
                     assert self.scheme.inputs is not None and seen is not None and seen.amax is not None
@@ -262,6 +265,14 @@ class _Runner:
             scale, zero = find(torch.cat(weights), self.formats[group[0]], inputs, options)
             return [(scale.clone(), zero) for _ in group]  # safetensors takes no two names for one memory
         return [find(w, self.formats[name], inputs, options) for name, w in zip(group, weights, strict=True)]
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def _watch(stats: InputStats, name: str, weights: dict[str, Tensor]) -> Callable[..., None]:

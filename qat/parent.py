@@ -6,11 +6,13 @@ Whatever it was, it ends as a local Hugging Face folder with safetensors weights
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
@@ -36,7 +38,11 @@ class Parent:
 
     @cached_property
     def config(self) -> Any:
-        return AutoConfig.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
+        try:
+            return AutoConfig.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
+        except ValueError:  # not known to transformers; our own error names the architectures that we know
+            arch_of(SimpleNamespace(**json.loads((self.folder / "config.json").read_text(encoding="utf-8"))))
+            raise
 
     @cached_property
     def arch(self) -> Arch:

@@ -48,10 +48,10 @@ def main(argv: list[str]) -> int:
 
 def run(recipe: Recipe) -> int:
     """All stages of a recipe; returns the exit code. summary.json in the run's folder says what came of it."""
-    plan.check_disk(plan.make(recipe), recipe)
     stages = {"calibrate": calibrate_, "train": train_, "export": export_, "gate": gate_}
     with Run(recipe) as running:
         job = Job(running)
+        plan.check_disk(plan.make(recipe), recipe)  # now that the parent is here and was found good
         for index, step in enumerate(job.steps):
             work = stages[step.name]
             job.stage(index, lambda out, work=work, index=index: work(job, index, out), everyone=step.name == "train")

@@ -215,6 +215,17 @@ def test_a_weight_that_is_not_finite_is_named(llama: Path, tmp_path: Path, name:
         run(bad, tmp_path / "out", range="max")
 
 
+def test_a_value_past_float16_is_named(llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = 1e6
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    save_file(tensors, bad / "model.safetensors")
+    (bad / "config.json").write_bytes((llama / "config.json").read_bytes())
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj: .*has no finite float16 form"):
+        run(bad, tmp_path / "out", range="max")
+
+
 def test_what_cannot_work_is_refused_before_any_work(llama: Path, tmp_path: Path) -> None:
     cases: list[tuple[str, dict[str, Any]]] = [
         ("calibrate.range: activation does not do fp8_e4m3; set it to max", {"scheme": STATIC}),

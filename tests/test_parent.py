@@ -259,9 +259,7 @@ sys.exit(main(["recipe=micro.yaml", "model.source=nobody/nothing-of-that-name", 
 """
 
 
-def test_offline_a_hub_id_fails_in_one_line_without_the_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_a_hub_id_fails_in_one_line_without_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"HF_HUB_OFFLINE": "1", "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}.items():
         monkeypatch.setenv(name, value)
     command = [sys.executable, "-c", OFFLINE, str(tmp_path / "runs")]

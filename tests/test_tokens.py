@@ -117,16 +117,8 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """datasets turns a parquet file into its own format first, in its cache."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-
-
 @pytest.mark.parametrize("kind", WRITERS)
-def test_every_kind_of_file_gives_the_same_tokens(tmp_path: Path, own_cache: None, kind: str) -> None:
+def test_every_kind_of_file_gives_the_same_tokens(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"texts.{kind}"
     WRITERS[kind](path)
     assert list(documents(str(path), None, "text")) == TEXTS
@@ -153,7 +145,7 @@ def test_no_token_is_added_by_a_real_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == path.read_text()
 
 
-def test_any_column_can_hold_the_text(tmp_path: Path, own_cache: None) -> None:
+def test_any_column_can_hold_the_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS, "content") + b"\n  \n")
     parquet(tmp_path / "a.parquet", TEXTS, "content")
     for kind in ("jsonl", "parquet"):
@@ -184,7 +176,7 @@ BAD: dict[str, tuple[str, bytes | Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_cannot_be_read_says_where_and_why(tmp_path: Path, own_cache: None, what: str) -> None:
+def test_what_cannot_be_read_says_where_and_why(tmp_path: Path, what: str) -> None:
     kind, content, why = BAD[what]
     path = tmp_path / f"a.{kind}"
     if callable(content):
