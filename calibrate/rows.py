@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 CHUNK = {"cpu": 2**18, "cuda": 2**26}  # weights at once, by device
+PARTS = 8  # at least, on a CPU: not the number of cores, on which the last bits of a result must not depend
 T = TypeVar("T")
 
 
@@ -21,8 +22,10 @@ def each(weight: Tensor, work: Callable[[slice], T], copies: int = 1) -> list[T]
     """`work(rows)` for slices that cover the rows of a weight (N, K), in order. copies: of them that `work` holds."""
     device = weight.device.type
     step = max(1, CHUNK.get(device, CHUNK["cpu"]) // (weight.shape[1] * copies))
+    if device == "cpu":
+        step = min(step, -(-len(weight) // PARTS))
     parts = [slice(start, start + step) for start in range(0, len(weight), step)]
-    if device != "cpu" or len(parts) == 1:
+    if device != "cpu":
         return [work(part) for part in parts]
     with ThreadPoolExecutor(torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
         return list(pool.map(work, parts))

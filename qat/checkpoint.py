@@ -82,7 +82,8 @@ class SafetensorsFolder:
             raise ValueError(f"{path} is {why}") from error
 
     def names(self) -> list[str]:
-        return list(self._file_of)
+        # old Llama checkpoints store a buffer that transformers computes, and ignores in files
+        return [name for name in self._file_of if not name.endswith(".rotary_emb.inv_freq")]
 
     def files(self) -> list[str]:
         return sorted(set(self._file_of.values()))

@@ -94,7 +94,10 @@ class Model:
         for name in names:
             value = self.tensors.get(f"{prefix}.{name}").to(self.device, self.dtype)
             owner, _, leaf = name.rpartition(".")
-            linear = module.get_submodule(owner)
+            try:
+                linear = module.get_submodule(owner)
+            except AttributeError as error:
+                raise ValueError(f"{type(module).__name__} has no place for the tensor {prefix}.{name}") from error
             if leaf == "bias" and isinstance(linear, nn.Linear) and linear.bias is None:
                 linear.register_parameter("bias", nn.Parameter(torch.empty_like(value, device="meta"), False))
             state[name] = value

@@ -186,6 +186,8 @@ class Run:
         self._log.add(key, "working")
         with manifest.Peak() as peak:
             metrics = work(partial)
+        for torn in partial.rglob("*.part*"):  # of a write that a kill stopped
+            torn.unlink()
         assert not (partial / manifest.FILE).exists(), (
             f"{name} wrote {manifest.FILE}, which is the stage cache's own file"
         )

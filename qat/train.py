@@ -5,11 +5,10 @@ Every stage runs once per content; the same command again reuses what is finishe
 
 from __future__ import annotations
 
-import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 if Path(sys.path[0]).resolve() == HERE:  # run as a script: import from the repository, not from qat/
@@ -17,21 +16,30 @@ if Path(sys.path[0]).resolve() == HERE:  # run as a script: import from the repo
 # read when torch loads: threads that wait sleep instead of spinning; on shared cores that is several times faster
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import calibrate.observe
-import export.release
-import export.stage
-import gate.stage
-from calibrate.rtn import Rtn
-from export.carrier import trainable_biases
-from gate.stage import table
-from qat import manifest, plan, report, training
-from qat.artifact import Artifact
+from qat import manifest, pipeline, plan, report
 from qat.job import Job
 from qat.ranks import RunError
 from qat.recipe import Recipe, RecipeError, load
 from qat.stages import Run
 
-MEASURED = "measured.json"
+STAGES = {
+    "calibrate": pipeline.calibrate_,  # parent -> integer codes, scales, zero points
+    "train": pipeline.train_,  # codes frozen: biases and scales by the KL to the parent; on all ranks
+    "export": pipeline.export_,  # one complete directory per format
+    "gate": pipeline.gate_,  # every directory read back and measured against the parent
+}
+
+
+def run(recipe: Recipe) -> int:
+    """All stages of a recipe; returns the exit code. summary.json in the run's folder says what came of it."""
+    plan.check_disk(plan.make(recipe), recipe)
+    with Run(recipe) as folder:
+        job = Job(folder)
+        for index, step in enumerate(job.steps):
+            job.stage(index, partial(STAGES[step.name], job, index), everyone=step.name == "train")
+        verdict = pipeline.judge(job)
+        released = pipeline.release(job, verdict)
+        return pipeline.finish(job, verdict, released)
 
 
 def main(argv: list[str]) -> int:
@@ -44,216 +52,6 @@ def main(argv: list[str]) -> int:
     except (ValueError, RunError, FloatingPointError, OSError) as error:
         report.complain(f"{type(error).__name__}: {manifest.redact(str(error))}")
         return 1
-
-
-def run(recipe: Recipe) -> int:
-    """All stages of a recipe; returns the exit code. summary.json in the run's folder says what came of it."""
-    stages = {"calibrate": calibrate_, "train": train_, "export": export_, "gate": gate_}
-    with Run(recipe) as running:
-        job = Job(running)
-        plan.check_disk(plan.make(recipe), recipe)  # now that the parent is here and was found good
-        for index, step in enumerate(job.steps):
-            work = stages[step.name]
-            job.stage(index, lambda out, work=work, index=index: work(job, index, out), everyone=step.name == "train")
-        verdict = judge(job)
-        return finish(job, verdict, release(job, verdict))
-
-
-def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
-    """Parent -> artifact: integer codes, scales, zero points; block by block."""
-    recipe, parent = job.recipe_of(job.steps[index]), job.parent
-    methods = {question: getattr(recipe.calibrate, question) for question in calibrate.observe.QUESTIONS}
-    with report.Steps("calibrate", total=parent.config.num_hidden_layers, unit="block") as steps:
-        return calibrate.observe.run(
-            parent.config,
-            parent.tensors,
-            recipe.scheme,
-            job.calibration.windows,
-            methods,
-            parent.folder,
-            out,
-            device=job.device,
-            dtype=job.dtype,
-            seed=recipe.data.calibration.seed,
-            progress=lambda done, total, error: steps.advance(f"error {error:.4f}", by=done - steps.done),
-        )
-
-
-def train_(job: Job, index: int, out: Path) -> dict[str, Any]:
-    """Artifact -> artifact with trained biases and scales; on all ranks."""
-    recipe, parent = job.recipe_of(job.steps[index]), job.parent
-    assert recipe.train is not None, "a recipe without a train section has no train stage"
-    slots, left_out = trainable_biases(parent.arch, parent.config, recipe.export.engines)
-    if left_out and "bias" in recipe.train.learn:
-        report.say(left_out)
-    source, corpus = job.source(index).path, job.training(recipe.train.length)
-    return training.run(parent, source, corpus, recipe.train, slots, out, job.device, job.dtype)
-
-
-def export_(job: Job, index: int, out: Path) -> dict[str, Any]:
-    """Artifact -> one complete directory in one format."""
-    step, recipe = job.steps[index], job.recipe_of(job.steps[index])
-    assert step.format is not None
-    wanted, shard = recipe.export, int(recipe.export.shard_gb * 1e9)
-    export.stage.run(job.source(index).path, [step.format], wanted.engines, shard, out, recipe.model.dtype)
-    return {"bytes": sum(p.stat().st_size for p in (out / step.format).iterdir())}
-
-
-def gate_(job: Job, index: int, out: Path) -> dict[str, Any]:
-    """Exported directories, read back, against the parent: faults and measurements, no judgement yet."""
-    parent = job.parent
-    states, exports = states_of(job), exports_of(job)
-    checks, cache = job.recipe.gate or {}, job.run.folder / ".measured"
-    cache.mkdir(exist_ok=True)
-    faults = {e.name: gate.stage.inspect(e, cache) if "lint" in checks else [] for e in exports}
-    sound = [gate.stage.plain_state(e.name, e.directory, e.key, baseline=e.baseline, seconds=e.seconds)
-             for e in exports if not faults[e.name]]  # fmt: skip
-    own = gate.stage.plain_state("parent", parent.folder)
-    total = (1 + len(states) + len(sound)) * len(job.evaluation.windows)
-    with report.Steps("gate", total=total, unit="window") as steps:
-        done: dict[str, int] = {}
-
-        def progress(name: str, windows_done: int, _: int) -> None:
-            steps.advance(name, by=windows_done - done.get(name, 0))
-            done[name] = windows_done
-
-        measured = gate.stage.measure_all(
-            own, [*states, *sound], job.evaluation.windows, cache, job.device, job.dtype, progress
-        )
-    manifest.write_json(out / MEASURED, {"faults": faults, "measured": measured})
-    kept = ("perplexity", "kl", "top1")
-    return {name: {key: state[key] for key in kept} for name, state in measured["states"].items()}
-
-
-def states_of(job: Job) -> list[gate.stage.State]:
-    """Round-to-nearest and the artifact after each stage of every variant, for the table."""
-    parent, states = job.parent, []
-    for index, step in enumerate(job.steps):
-        if step.name not in ("calibrate", "train"):
-            continue
-        stage, recipe = job.made[index], job.recipe_of(step)
-        name, baseline = label(step.variant, step.name), None
-        if recipe.scheme.weights.is_int:
-            baseline = label(step.variant, "rtn")
-            if step.name == "calibrate":
-                rtn = Rtn(parent.tensors, parent.arch, recipe.scheme)
-                key = manifest.digest(["rtn", recipe.scheme.model_dump()])
-                states.append(
-                    gate.stage.State(
-                        baseline, key, parent.config, rtn, parent.folder, str(recipe.scheme), baseline=baseline
-                    )
-                )
-        seconds = stage.manifest["seconds"]
-        made = gate.stage.artifact_state(
-            name, Artifact(stage.path), parent.config, stage.key, baseline=baseline, seconds=seconds
-        )
-        states.append(made)
-    return states
-
-
-def exports_of(job: Job) -> list[gate.stage.Exported]:
-    """Every exported directory, with what it came from."""
-    exports = []
-    for index, step in enumerate(job.steps):
-        if step.format is None:
-            continue
-        stage, recipe = job.made[index], job.recipe_of(step)
-        loaders = [e for e in recipe.export.engines if export.stage.loads(e, step.format)]
-        baseline = label(step.variant, "rtn") if recipe.scheme.weights.is_int else None
-        exports.append(
-            gate.stage.Exported(
-                label(step.variant, step.format),
-                stage.path / step.format,
-                loaders,
-                stage.key,
-                Artifact(job.source(index).path),
-                baseline,
-                stage.manifest["seconds"],
-            )
-        )
-    return exports
-
-
-def judge(job: Job) -> dict[str, Any] | None:
-    """Thresholds on what the gate stage measured; None without a gate. Writes verdict.json, prints the table."""
-    found = [job.made[index] for index, step in enumerate(job.steps) if step.name == "gate"]
-    if not found:
-        return None
-    said = json.loads((found[0].path / MEASURED).read_text(encoding="utf-8"))
-    path = job.run.folder / "verdict.json"
-    verdict = gate.stage.verdict(path, said["measured"], exports_of(job), said["faults"], job.recipe.gate or {})
-    report.say(table.text(verdict["table"]))
-    for name, judged in verdict["exports"].items():
-        for problem in [*judged["faults"], *(c for c in judged["checks"] if not c["passed"])]:
-            report.say(f"refused {name}: {problem['text']}")
-    return verdict
-
-
-def release(job: Job, verdict: dict[str, Any] | None) -> Any:
-    """The release stage, when the gate lets every export out; else None."""
-    if verdict is None or verdict["status"] != "released":
-        return None
-    parents = [stage for stage in job.run.stages if stage.name in ("export", "gate")]
-    card = parent_card(job)
-
-    def work(out: Path) -> dict[str, Any]:
-        for index, step in enumerate(job.steps):
-            if step.format is None:
-                continue
-            recipe, name = job.recipe_of(step), label(step.variant, step.format)
-            shown = ("parent", label(step.variant, "rtn"), name)
-            facts = card | {
-                "scheme": str(recipe.scheme),
-                "format": step.format,
-                "calibrate": recipe.model_dump()["calibrate"],
-                "train": recipe.model_dump()["train"],
-                "evaluation": verdict["evaluation"] | {"source": Path(job.evaluation.source).name},
-                "rows": [row for row in verdict["table"] if row["state"] in shown],
-                "data": job.root,
-            }
-            loaders = [e for e in recipe.export.engines if export.stage.loads(e, step.format)]
-            title = f"{Path(job.parent.name).name}-{name.replace('/', '-')}"
-            export.release.release(job.made[index].path / step.format, out / name, title, loaders, facts)
-        return {"exports": sorted(verdict["exports"])}
-
-    content = {"thresholds": job.recipe.model_dump()["gate"], "card": card}
-    return job.run.stage("release", content=content, parents=parents, work=work)
-
-
-def parent_card(job: Job) -> dict[str, Any]:
-    """What a model card says of the parent."""
-    parent, licence = job.parent, None
-    readme = parent.folder / "README.md"
-    if readme.is_file():
-        lines = readme.read_text(encoding="utf-8").splitlines()[:30]
-        licence = next((line.partition(":")[2].strip() for line in lines if line.startswith("license:")), None)
-    return {"base_model": parent.name, "revision": parent.revision, "license": licence}
-
-
-def finish(job: Job, verdict: dict[str, Any] | None, released: Any) -> int:
-    """Say what came of the run; returns the exit code."""
-    exports = {}
-    for index, step in enumerate(job.steps):
-        if step.format is None:
-            continue
-        recipe, name = job.recipe_of(step), label(step.variant, step.format)
-        path = released.path / name if released else job.made[index].path / step.format
-        exports[name] = {
-            "path": path,
-            "format": step.format,
-            "scheme": str(recipe.scheme),
-            "engines": recipe.export.engines,
-            "released": released is not None,
-        }
-        report.say(f"{'released' if released else 'exported'} {name}: {path}")
-    status = verdict["status"] if verdict else "ungated"
-    report.say(f"status: {status}")
-    said = {"exports": exports, "verdict": job.run.folder / "verdict.json" if verdict else None}
-    return job.run.finish(status, **said, last_released=released.path if released else None)
-
-
-def label(variant: str | None, name: str) -> str:
-    return f"{variant}/{name}" if variant else name
 
 
 if __name__ == "__main__":
