@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qat import report
 from qat.model import Model
 
 LOGIT_BYTES = 256 * 2**20  # float32 logits alive at once
@@ -29,7 +30,6 @@ def token_weights(
     seed: int,
     batch: int,
     budget: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Tensor]:
     """|g|^2 of each token, summed over the linears of a group: (num_windows, length) float32 by the group's first name.
 
@@ -41,17 +41,22 @@ def token_weights(
     wave = max(1, budget // one)
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, list[Tensor]] = {group[0]: [] for block in groups for group in block}
-    for start in range(0, len(windows), wave):
-        batches = list(windows[start : start + wave].split(batch))
-        for name, rows in _wave(model, batches, groups, generator).items():
-            found[name].append(rows)
-        progress(min(start + wave, len(windows)), len(windows))
+    starts = range(0, len(windows), wave)
+    with report.Steps("sensitivity", total=2 * len(starts) * len(model.blocks), unit="block") as steps:
+        for start in starts:
+            batches = list(windows[start : start + wave].split(batch))
+            for name, rows in _wave(model, batches, groups, generator, steps.advance).items():
+                found[name].append(rows)
     joined = {name: torch.cat(rows) for name, rows in found.items()}
     return {name: rows / rows.mean().clamp_min(torch.finfo(torch.float32).tiny) for name, rows in joined.items()}
 
 
 def _wave(
-    model: Model, batches: list[Tensor], groups: Sequence[Sequence[Sequence[str]]], generator: torch.Generator
+    model: Model,
+    batches: list[Tensor],
+    groups: Sequence[Sequence[Sequence[str]]],
+    generator: torch.Generator,
+    block_done: Callable[[], None],
 ) -> dict[str, Tensor]:
     inputs: list[list[Tensor]] = []  # of each block, of each batch, on the CPU
     with model.ends(), torch.no_grad():
@@ -60,6 +65,7 @@ def _wave(
         inputs.append(states)
         with model.block(index), torch.no_grad():
             states = [model.run_block(index, state.to(model.device)).cpu() for state in states]
+        block_done()
     with model.ends():
         grads = [_sampled_gradient(model, state.to(model.device), generator).cpu() for state in states]
     found: dict[str, Tensor] = {}
@@ -82,6 +88,7 @@ def _wave(
                 for name, value in squares.items():
                     kept[name].append(value.cpu())
         found.update({name: torch.cat(rows) for name, rows in kept.items()})
+        block_done()
     return found
 
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
+IGNORED = ".rotary_emb.inv_freq"  # a buffer that old Llama checkpoints store and transformers computes
 
 
 class Tensors(Protocol):
@@ -82,8 +83,7 @@ class SafetensorsFolder:
             raise ValueError(f"{path} is {why}") from error
 
     def names(self) -> list[str]:
-        # old Llama checkpoints store a buffer that transformers computes, and ignores in files
-        return [name for name in self._file_of if not name.endswith(".rotary_emb.inv_freq")]
+        return [name for name in self._file_of if not name.endswith(IGNORED)]
 
     def files(self) -> list[str]:
         return sorted(set(self._file_of.values()))

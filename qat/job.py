@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 
-from qat import outline, report
+from qat import loop, outline, report
 from qat.outline import Step
 from qat.parent import Parent, open_parent
 from qat.recipe import Recipe
@@ -51,6 +51,14 @@ class Job:
         """The stage that step `index` works on."""
         return self.made[self.steps[index].parents[0]]
 
+    def check_texts(self) -> None:
+        """Read every text that a later stage needs, so that a bad one fails before any work is done."""
+        _ = self.calibration
+        if self.recipe.gate is not None:
+            _ = self.evaluation
+        for length in sorted({one.train.length for _, one in self.recipe.by_variant if one.train}):
+            loop.split_validation(self.training(length).windows)
+
     @cached_property
     def calibration(self) -> Corpus:
         text = self.recipe.data.calibration
@@ -62,7 +70,9 @@ class Job:
         assert text is not None, "the recipe was checked to have evaluation text"
         return self._windows(text, text.length, text.sequences, text.seed)
 
+    @cache  # noqa: B019, one job per run
     def training(self, length: int) -> Corpus:
+        """Windows of the training text. Example: `training(512)` for sequences of 512 tokens."""
         assert self.recipe.data.training is not None, "the recipe was checked to have training text"
         return self._windows(self.recipe.data.training, length)
 

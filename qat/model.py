@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from qat.arch import Arch, arch_of
-from qat.checkpoint import Tensors
+from qat.checkpoint import IGNORED, Tensors
 
 WAVE_BYTES = 256 * 2**20  # activations kept at once by `hidden`
 
@@ -63,7 +63,7 @@ class Model:
         # buffers that no file holds (rotary frequencies) cannot stay on meta: build that module for real
         rotary = self.root.get_submodule(self.arch.rotary)
         self._set(self.arch.rotary, type(rotary)(config=config).to(self.device))
-        self._names = set(tensors.names())
+        self._names = {name for name in tensors.names() if not name.endswith(IGNORED)}
         self._block_names = self._by_block()
         self._kwargs: dict[int, list[dict[str, Any]]] = {}
         self._tied = bool(getattr(config, "tie_word_embeddings", False))

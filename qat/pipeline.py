@@ -23,6 +23,7 @@ MEASURED = "measured.json"
 
 def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     """Parent -> artifact: integer codes, scales, zero points; block by block."""
+    job.check_texts()
     recipe, parent = job.recipe_of(job.steps[index]), job.parent
     methods = {question: getattr(recipe.calibrate, question) for question in calibrate.observe.QUESTIONS}
     with report.Steps("calibrate", total=parent.config.num_hidden_layers, unit="block") as steps:

@@ -112,6 +112,7 @@ class Recipe(Section):
             lines.append(problem(("data", "evaluation"), "the gate needs held-out text: name it here"))
         if self.until == "gate" and self.gate is None:
             lines.append(problem(("until",), "gate, but this recipe has no gate section"))
+        lines += [problem(path, why) for path, why in _without_effect(self.scheme, self.calibrate, self.train)]
         lines += [problem(("export", key), why) for key, why in _misfits(self.scheme, self.export)]
         if lines:
             raise problems("Recipe", lines)
@@ -141,6 +142,21 @@ class Recipe(Section):
         if lines or recipe is None:
             raise problems(cls.__name__, lines)
         return recipe
+
+
+def _without_effect(scheme: Scheme, calibrate: Calibrate, train: Train | None) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(path, problem) for methods and learnables that the scheme's dtype has no use for."""
+    dtype = scheme.weights.dtype
+    for question in ("transform", "range", "round"):
+        package, chosen = f"calibrate.{question}", getattr(calibrate, question).name
+        if dtype not in plugins.literal(package, chosen, "DTYPES"):
+            able = [name for name in plugins.names(package) if dtype in plugins.literal(package, name, "DTYPES")]
+            yield ("calibrate", question), f"{chosen} does not do {dtype}; these do: {_listed(able)}"
+    if train and "scale" in train.learn and not scheme.weights.is_int:
+        yield (
+            ("train", "learn", "scale"),
+            f"trains the group scales of int4, and {dtype} has none; set train.learn.scale to null, or train to null",
+        )
 
 
 def _misfits(scheme: Scheme, export: Export) -> Iterator[tuple[str, str]]:

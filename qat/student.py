@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qat.artifact import Artifact
 from qat.fakequant import CompensatedLinear, OnGrid
 from qat.model import Model
-from qat.quant import MIN_SCALE, Quantized, to_grid
+from qat.quant import MIN_SCALE, Quantized
 
 
 class Student(Model):
@@ -102,10 +102,12 @@ class Student(Model):
         """
         out: dict[str, Tensor] = {}
         for kind, starts in self.start.items():
-            flat = to_grid(self.values(kind).detach()).cpu()
-            for (name, start), piece in zip(
-                starts.items(), flat.split([t.numel() for t in starts.values()]), strict=True
-            ):
+            flat = self.values(kind).detach().cpu()
+            pieces = flat.split([t.numel() for t in starts.values()])
+            for (name, start), piece in zip(starts.items(), pieces, strict=True):
+                if not torch.isfinite(piece).all():
+                    rule = "was trained past 65504, the end of float16; lower its rate in train.learn"
+                    raise ValueError(f"{name}.{kind} {rule}")
                 out[f"{name}.{kind}"] = piece.view(start.shape).clone()
         return out
 

@@ -12,9 +12,10 @@ import pytest
 
 from qat import plugins
 
+DTYPES = "DTYPES = {'int4', 'fp8_e4m3'}\n"
 PLUGINS = {
-    "calibrate/transform/none.py": "VERSION = 1\n",
-    "calibrate/range/activation.py": "VERSION = 1\n",
+    "calibrate/transform/none.py": f"VERSION = 1\n{DTYPES}",
+    "calibrate/range/activation.py": f"VERSION = 1\n{DTYPES}",
     "calibrate/range/mse.py": """
 from __future__ import annotations
 import torch_is_never_imported
@@ -22,11 +23,12 @@ from typing import Literal
 from pydantic import Field
 from qat.scheme import Section
 VERSION = 3
+DTYPES = {"int4", "fp8_e4m3"}
 class Options(Section):
     grid: int = Field(20, gt=0)
     norm: Literal["l1", "l2"] = "l2"
 """,
-    "calibrate/round/nearest.py": "VERSION = 1\n",
+    "calibrate/round/nearest.py": f"VERSION = 1\n{DTYPES}",
     "calibrate/round/_helper.py": "VERSION = 1\n",
     "export/formats/awq.py": "VERSION = 1\nHOLDS = {'int4', 'int4-asym'}\nMIXED_GROUPS = False\n",
     "export/formats/compressed_tensors.py": (

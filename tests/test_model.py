@@ -197,8 +197,18 @@ def test_a_tensor_of_another_shape_or_of_no_use_is_named(tmp_path: Path) -> None
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(16)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises((ValueError, AttributeError), match="q_norm"):
+    why = r"LlamaDecoderLayer has no place for the tensor model\.layers\.0\.self_attn\.q_norm\.weight"
+    with pytest.raises(ValueError, match=why):
         logits(opened(tmp_path))
+
+
+def test_the_rotary_buffer_of_old_checkpoints_is_ignored(tmp_path: Path) -> None:
+    theirs = save_random(tmp_path, "llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with torch.no_grad():
+        assert torch.equal(logits(opened(tmp_path)), theirs(IDS).logits)
 
 
 def test_bfloat16_computes_in_bfloat16(tmp_path: Path) -> None:

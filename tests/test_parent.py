@@ -115,7 +115,7 @@ GGUF_NAMES = {
 
 
 def write_gguf(path: Path, folder: Path) -> None:
-    """A Llama folder as llama.cpp's converter writes it: rows of q and k in its own rotary order, numbers in float32."""
+    """A Llama folder as llama.cpp's converter writes it: rows of q and k in its rotary order, values in float32."""
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(path, "llama")

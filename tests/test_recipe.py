@@ -289,3 +289,19 @@ def test_reading_a_recipe_imports_no_torch() -> None:
     code = "import sys, qat.recipe as r; r.load(['recipe=demo.yaml']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("calibrate.range=activation", "calibrate.range: activation does not do fp8_e4m3; these do: max"),
+        ("train={learn: {scale: 1e-3}}", "train.learn.scale: trains the group scales of int4"),
+    ],
+)
+def test_what_fp8_has_no_use_for_is_an_error(override: str, line: str) -> None:
+    fp8 = "{weights: {dtype: fp8_e4m3}, inputs: {dtype: fp8_e4m3, per: token, dynamic: true}}"
+    good = ["recipe=micro.yaml", f"scheme={fp8}", "calibrate.range=max", "train=null"]
+    assert load(good).scheme.kinds == {"fp8-channel"}
+    with pytest.raises(RecipeError) as caught:
+        load([*good, override])
+    assert line in str(caught.value)

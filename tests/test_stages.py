@@ -279,7 +279,7 @@ def test_inputs_decide_the_keys_of_what_reads_them(fake_root: Path) -> None:
 def test_a_plugin_that_says_its_numbers_changed_changes_the_key(fake_root: Path) -> None:
     before = keys_of()
     path = fake_root / "calibrate/round/nearest.py"
-    path.write_text("VERSION = 2\n")
+    path.write_text(path.read_text().replace("VERSION = 1", "VERSION = 2"))
     os.utime(path, ns=(1, 1))
     assert all(before[label] != key for label, key in keys_of().items())
 
