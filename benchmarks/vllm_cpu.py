@@ -151,6 +151,8 @@ def main() -> int:
 
     ids = AutoTokenizer.from_pretrained(options.dense)(options.text.read_text(encoding="utf-8"))["input_ids"]
     windows = [ids[i * options.length : (i + 1) * options.length] for i in range(options.windows)]
+    if len(windows[-1]) < options.length:
+        parser.error(f"{options.text} has {len(ids)} tokens, fewer than {options.windows} x {options.length}")
     model = AutoModelForCausalLM.from_pretrained(options.dense, dtype=torch.float32).eval()
     full, without = reference(model, windows), {slot: reference(model, windows, slot) for slot in SLOTS}
     rows = {row["name"]: row for row in json.loads(options.out.read_text())} if options.out.exists() else {}

@@ -92,6 +92,6 @@ def plan(arguments: Arguments) -> None:
 
     try:
         raise typer.Exit(plan.main(arguments))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         report.complain(str(error))
         raise typer.Exit(2 if isinstance(error, RecipeError) else 1) from None

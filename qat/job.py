@@ -52,12 +52,24 @@ class Job:
         return self.made[self.steps[index].parents[0]]
 
     def check_texts(self) -> None:
-        """Read every text that a later stage needs, so that a bad one fails before any work is done."""
-        _ = self.calibration
-        if self.recipe.gate is not None:
-            _ = self.evaluation
+        """Read every text that a later stage needs, so that a bad one fails before any work is done.
+
+        Raises ValueError when evaluation text is also calibration or training text.
+        """
+        used = {"calibration": self.calibration.windows}
         for length in sorted({one.train.length for _, one in self.recipe.by_variant if one.train}):
-            loop.split_validation(self.training(length).windows)
+            used["training"] = self.training(length).windows
+            loop.split_validation(used["training"])
+        if self.recipe.gate is None:
+            return
+        judged = {tuple(row.tolist()) for row in self.evaluation.windows}
+        for part, rows in used.items():
+            same_file = self.root[part] and self.root[part]["source"] == self.root["evaluation"]["source"]
+            if same_file or any(tuple(row.tolist()) in judged for row in rows):
+                raise ValueError(
+                    f"data.evaluation.source {self.evaluation.source} holds text of data.{part}: a model is judged on "
+                    "text that it was not made with; choose another one"
+                )
 
     @cached_property
     def calibration(self) -> Corpus:

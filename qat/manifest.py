@@ -74,6 +74,15 @@ def damage(folder: Path, manifest: dict[str, Any]) -> str | None:
     return None
 
 
+def altered(folder: Path, manifest: dict[str, Any]) -> str | None:
+    """The first file of a finished folder whose bytes are not those of its manifest, or None. Reads all of it."""
+    for name, file in manifest["files"].items():
+        path = folder / name
+        if not path.is_file() or hash_file(path) != file["sha256"]:
+            return name
+    return None
+
+
 def fsync(path: Path) -> None:
     """Have the disk hold a file, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY)

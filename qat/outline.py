@@ -114,7 +114,9 @@ def inputs(recipe: Recipe, parent: Path, hash_of: Callable[[Path], str]) -> dict
     for part, section in recipe.model_dump()["data"].items():
         if section is not None:
             path = Path(section["source"])
-            root[part] = {**section, "source": hash_of(path) if path.is_file() else section["source"]}
+            root[part] = {**section, "source": section["source"]}
+            if path.is_file():  # the ending says how the bytes are read
+                root[part] |= {"source": hash_of(path), "kind": "".join(path.suffixes[-2:])}
     return root
 
 

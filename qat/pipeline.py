@@ -64,6 +64,7 @@ def export_(job: Job, index: int, out: Path) -> dict[str, Any]:
 
 def gate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     """Exported directories, read back, against the parent: faults and measurements, no judgement yet."""
+    check_bytes(job)
     parent = job.parent
     states, exports = states_of(job), exports_of(job)
     checks, cache = job.recipe.gate or {}, job.run.folder / ".measured"
@@ -86,6 +87,16 @@ def gate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     manifest.write_json(out / MEASURED, {"faults": faults, "measured": measured})
     kept = ("perplexity", "kl", "top1")
     return {name: {key: state[key] for key in kept} for name, state in measured["states"].items()}
+
+
+def check_bytes(job: Job) -> None:
+    """Raise ValueError when a file of an export is not, byte for byte, what the export stage wrote."""
+    for stage in (job.made[index] for index, step in enumerate(job.steps) if step.format is not None):
+        if name := manifest.altered(stage.path, stage.manifest):
+            raise ValueError(
+                f"{stage.path / name} was changed after it was exported; nothing is released from it. Export again "
+                "with fresh=export"
+            )
 
 
 def states_of(job: Job) -> list[gate.stage.State]:
@@ -160,6 +171,7 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
     card = parent_card(job)
 
     def work(out: Path) -> dict[str, Any]:
+        check_bytes(job)  # what is released is what was measured
         for index, step in enumerate(job.steps):
             if step.format is None:
                 continue

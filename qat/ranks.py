@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import socket
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -34,10 +35,22 @@ class RankLog:
         self.rank, self.alone = rank, world_size == 1
         self.parent, self.born = os.getppid(), _born()
         self.entries: list[dict[str, Any]] = []
+        self._closed = threading.Event()
 
     def start(self) -> None:
-        """Rank 0 is there."""
+        """Rank 0 is there. Its file stays fresh: a rank that starts late would take an old one for an earlier launch's."""
         self._write(None)
+        if not self.alone:
+            threading.Thread(target=self._keep_fresh, daemon=True).start()
+
+    def _keep_fresh(self) -> None:
+        while not self._closed.wait(0.5):
+            with suppress(FileNotFoundError):
+                os.utime(self.path)
+
+    def close(self) -> None:
+        """Rank 0 has said all."""
+        self._closed.set()
 
     def add(self, key: str, state: str, reused: bool = False) -> None:
         """Rank 0 works on a stage (state `working`), or has it (`done`)."""

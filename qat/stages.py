@@ -21,11 +21,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from qat import __version__, manifest, report
+from qat import __version__, arguments, manifest, report
 from qat.ranks import RankLog, RunError
-from qat.recipe import Recipe
+from qat.recipe import Recipe, RecipeError
 
 EXIT_CODES = {"released": 0, "ungated": 0, "failed": 1, "refused": 3, "anomalous": 3, "inconclusive": 4}
+UNFINISHED = "the run has not finished: it is still going, or it was killed"
 PARTIAL, OLD = ".partial", ".old"
 
 
@@ -80,6 +81,9 @@ class Run:
             except RunError as error:
                 self._log.fail(str(error))
                 raise
+            # whatever ends this process without a word, an earlier run's verdict must not stand for this one
+            unfinished = {**self.summary(), "status": "failed", "error": UNFINISHED}
+            manifest.write_json(self.folder / "summary.json", unfinished)
         with suppress(ValueError):  # not the main thread: then somebody else minds the signals
             self._on_term = signal.signal(signal.SIGTERM, lambda *_: _raise_exit())
         return self
@@ -89,6 +93,7 @@ class Run:
             signal.signal(signal.SIGTERM, self._on_term)
         if self.rank != 0:
             return
+        self._log.close()
         if error is not None:
             interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
             text = "interrupted" if interrupted else manifest.redact(f"{type(error).__name__}: {error}")
@@ -226,6 +231,18 @@ class Run:
         if found is None:
             raise RunError(f"rank 0 finished {path}, but rank {self.rank} does not see it: output needs a shared disk")
         return Stage(name, variant, key, path, entry["reused"], found)
+
+
+def disown(argv: list[str], error: str) -> None:
+    """Let summary.json of the folder that a bad command line names say `failed`, not what an earlier run came to."""
+    try:
+        _, values, _ = arguments.read(argv)
+    except RecipeError:
+        return  # not even the folder can be read from it
+    path = Path(str(values.get("output", "runs"))) / str(values.get("name")) / "summary.json"
+    if report.is_main() and path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        manifest.write_json(path, {**before, "status": "failed", "error": manifest.redact(error), "stages": []})
 
 
 def _lock(folder: Path) -> Any:

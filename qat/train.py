@@ -20,7 +20,7 @@ from qat import manifest, pipeline, plan, report
 from qat.job import Job
 from qat.ranks import RunError
 from qat.recipe import Recipe, RecipeError, load
-from qat.stages import Run
+from qat.stages import Run, disown
 
 STAGES = {
     "calibrate": pipeline.calibrate_,  # parent -> integer codes, scales, zero points
@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
         return run(load(argv))
     except RecipeError as error:
         report.complain(str(error))
+        disown(argv, str(error))
         return 2
     except (ValueError, RunError, FloatingPointError, OSError) as error:
         report.complain(f"{type(error).__name__}: {manifest.redact(str(error))}")

@@ -63,8 +63,8 @@ def run(
     start, end = history["validation_start"], history["validation_end"]
     if not end <= start:  # NaN is worse too
         raise ValueError(
-            f"training made the model worse: KL on held-out windows of the training text went from {start:.4f} to "
-            f"{end:.4f}; lower the rates in train.learn ({dict(train.learn)}), or give more text than {corpus.source}"
+            f"training made the model worse: KL on held-out windows of the training text went from {start:.3g} to "
+            f"{end:.3g}; lower the rates in train.learn ({dict(train.learn)}), or give more text than {corpus.source}"
         )
     if accelerator.is_main_process:
         said = {"learned": sorted(learn), "steps": train.steps, "text": corpus.fingerprint}
