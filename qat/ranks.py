@@ -38,7 +38,7 @@ class RankLog:
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Rank 0 is there. Its file stays fresh: a rank that starts late would take an old one for an earlier launch's."""
+        """Rank 0 is there. Its file stays fresh: a late rank would take an old one for an earlier launch's."""
         self._write(None)
         if not self.alone:
             threading.Thread(target=self._keep_fresh, daemon=True).start()
