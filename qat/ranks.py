@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import socket
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,8 @@ from typing import Any
 import psutil
 
 from qat import manifest
+
+TICK = 0.01  # seconds: the grain of process start times
 
 
 class RunError(RuntimeError):
@@ -35,22 +36,10 @@ class RankLog:
         self.rank, self.alone = rank, world_size == 1
         self.parent, self.born = os.getppid(), _born()
         self.entries: list[dict[str, Any]] = []
-        self._closed = threading.Event()
 
     def start(self) -> None:
-        """Rank 0 is there. Its file stays fresh: a late rank would take an old one for an earlier launch's."""
+        """Rank 0 is there."""
         self._write(None)
-        if not self.alone:
-            threading.Thread(target=self._keep_fresh, daemon=True).start()
-
-    def _keep_fresh(self) -> None:
-        while not self._closed.wait(0.5):
-            with suppress(FileNotFoundError):
-                os.utime(self.path)
-
-    def close(self) -> None:
-        """Rank 0 has said all."""
-        self._closed.set()
 
     def add(self, key: str, state: str, reused: bool = False) -> None:
         """Rank 0 works on a stage (state `working`), or has it (`done`)."""
@@ -95,12 +84,13 @@ class RankLog:
     def _read(self) -> dict[str, Any] | None:
         """What rank 0 of this launch wrote; None before that.
 
-        A file last written before this process began is an earlier launch's. Clocks of other hosts may differ.
+        A file last written before this process began is an earlier launch's, unless its writer still runs: then this
+        rank only started late. Clocks of other hosts may differ.
         """
         with suppress(FileNotFoundError), self.path.open(encoding="utf-8") as f:
             said = json.load(f)
-            slack = 0.05 if said["host"] == socket.gethostname() else 60
-            if os.fstat(f.fileno()).st_mtime >= self.born - slack:
+            here = said["host"] == socket.gethostname()
+            if os.fstat(f.fileno()).st_mtime >= self.born - (TICK if here else 60) or (here and _alive(said["pid"])):
                 return said
         return None
 

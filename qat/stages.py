@@ -93,7 +93,6 @@ class Run:
             signal.signal(signal.SIGTERM, self._on_term)
         if self.rank != 0:
             return
-        self._log.close()
         if error is not None:
             interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
             text = "interrupted" if interrupted else manifest.redact(f"{type(error).__name__}: {error}")
