@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from qat import manifest, outline
+from qat import manifest
 from qat.ranks import RunError
 from qat.recipe import Recipe, load
-from qat.stages import EXIT_CODES, Run, Stage, stage_key
+from qat.stages import EXIT_CODES, Run, Stage
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ROOT = {"parent": {"model.safetensors": "1"}, "calibration": "2", "training": "3", "evaluation": "4"}
@@ -214,115 +212,6 @@ def test_two_runs_cannot_have_one_folder(fake_root: Path) -> None:
 # Keys
 
 
-def keys_of(*overrides: str, root: dict[str, Any] = ROOT) -> dict[str, str]:
-    steps = outline.outline(load(["recipe=small.yaml", *overrides]), root)
-    return {step.label: key for step, key in zip(steps, outline.keys(steps), strict=True)}
-
-
-ALL = {"calibrate", "train", "export/compressed_tensors", "gate"}
-FROM_TRAIN = ALL - {"calibrate"}
-FROM_EXPORT = FROM_TRAIN - {"train"}
-CHANGES = {
-    "scheme.weights.group_size=64": ALL,
-    "scheme.weights={}": ALL,
-    "scheme.skip=[]": ALL,
-    "scheme.overrides={'x': {group_size: 32}}": ALL,
-    "calibrate.range.grid=31": ALL,
-    "calibrate.range.norm=l1": ALL,
-    "calibrate.range=activation": ALL,
-    "data.calibration.sequences=5": ALL,
-    "data.calibration.length=17": ALL,
-    "data.calibration.seed=1": ALL,
-    "compute.dtype=bfloat16": ALL,
-    "train.learn={bias: 0.02}": FROM_TRAIN,
-    "train.temperature=2": FROM_TRAIN,
-    "train.steps=21": FROM_TRAIN,
-    "train.batch=4": FROM_TRAIN,
-    "train.micro_batch=4": FROM_TRAIN,
-    "train.length=256": FROM_TRAIN,
-    "train.warmup=3": FROM_TRAIN,
-    "train.seed=1": FROM_TRAIN,
-    "export.shard_gb=1": FROM_EXPORT,
-    "model.dtype=float16": FROM_EXPORT,
-    "gate.perplexity.windows=3": {"gate"},
-    "data.evaluation.length=17": set(),  # through its fingerprint: see `inputs`
-    "gate.perplexity.max_relative_increase=0.5": set(),  # judged every time, not measured
-    "train.save_every=3": set(),
-    "name=other": set(),
-    "output=elsewhere": set(),
-    "fresh=[train]": set(),
-    "compute.device=cpu": set(),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_field_that_decides_content_changes_the_keys_from_there_on(fake_root: Path, change: str) -> None:
-    before, after = keys_of(), keys_of(change)
-    expected = CHANGES[change]
-    if change.startswith("data."):
-        part = change.split(".")[1]
-        recipe = load(["recipe=small.yaml", change])
-        root = outline.inputs(recipe, fake_root / "recipes/demo/model", manifest.hash_file)
-        base = outline.inputs(load(["recipe=small.yaml"]), fake_root / "recipes/demo/model", manifest.hash_file)
-        before, after = keys_of(root=base), keys_of(change, root=root)
-        expected = ALL if part == "calibration" else {"gate"}
-    assert {label for label in ALL if before[label] != after[label]} == expected
-
-
-def test_inputs_decide_the_keys_of_what_reads_them(fake_root: Path) -> None:
-    before = keys_of()
-    for part, expected in [("parent", ALL), ("calibration", ALL), ("training", FROM_TRAIN), ("evaluation", {"gate"})]:
-        after = keys_of(root={**ROOT, part: "other"})
-        assert {label for label in ALL if before[label] != after[label]} == expected
-
-
-def test_a_plugin_that_says_its_numbers_changed_changes_the_key(fake_root: Path) -> None:
-    before = keys_of()
-    path = fake_root / "calibrate/round/nearest.py"
-    path.write_text(path.read_text().replace("VERSION = 1", "VERSION = 2"))
-    os.utime(path, ns=(1, 1))
-    assert all(before[label] != key for label, key in keys_of().items())
-
-
-def test_where_a_text_lies_does_not_matter_but_its_bytes_do(fake_root: Path) -> None:
-    def root(text: str) -> dict[str, Any]:
-        recipe = load(["recipe=small.yaml", f"data.training.source={text}"])
-        return outline.inputs(recipe, fake_root / "recipes/demo/model", manifest.hash_file)
-
-    (fake_root / "copy.txt").write_bytes((fake_root / "training.txt").read_bytes())
-    (fake_root / "other.txt").write_text("other")
-    assert root("training.txt") == root("copy.txt") != root("other.txt")
-
-
-def test_variants_and_until_shape_the_outline(fake_root: Path) -> None:
-    names = list(keys_of("variants={a: {train: null}, b: {export: {formats: [awq, dense]}}}"))
-    assert names == [
-        "a/calibrate", "a/export/compressed_tensors",
-        "b/calibrate", "b/train", "b/export/awq", "b/export/dense",
-        "gate",
-    ]  # fmt: skip
-    assert list(keys_of("until=train")) == ["calibrate", "train"]
-    keys = keys_of("variants={a: {}, b: {}}")
-    assert keys["a/calibrate"] == keys["b/calibrate"] and len(set(keys.values())) < len(keys)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
-    max_leaves=6,
-)
-contents = st.dictionaries(st.text(max_size=2), json_values, max_size=4)
-
-
-@given(contents, contents)
-def test_equal_keys_mean_equal_content(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert (stage_key("s", a, []) == stage_key("s", b, [])) == (
-        json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
-    )
-    assert stage_key("s", a, []) == stage_key("s", dict(reversed(a.items())), [])
-    assert len({stage_key("s", a, []), stage_key("t", a, []), stage_key("s", a, ["p"])}) == 3
-
-
 def test_fingerprints_are_remembered_by_path_size_and_time(fake_root: Path) -> None:
     path, memory = fake_root / "weights.bin", fake_root / "runs" / ".fingerprints.json"
     path.write_bytes(b"old")
@@ -365,73 +254,6 @@ def test_secrets_are_struck_out() -> None:
 
 
 # Several ranks, as processes
-
-SCRIPT = """
-import os, sys, time
-from pathlib import Path
-from qat import plugins
-plugins.ROOT = Path.cwd()
-from qat.recipe import load
-from qat.stages import Run
-rank, mode = int(os.environ["RANK"]), sys.argv[1]
-def alone(partial):
-    time.sleep(0.5)
-    assert rank == 0
-    if mode == "fail": raise ValueError("no luck with hf_abcdefghijkl")
-    if mode == "die": os.kill(os.getpid(), 9)
-    (partial / "x").write_text("x")
-    return {}
-def together(partial):
-    (partial / f"rank{rank}").write_text("here")
-    while rank == 0 and not (partial / "rank1").exists(): time.sleep(0.01)
-    return {}
-with Run(load(["recipe=small.yaml", *sys.argv[2:]])) as run:
-    one = run.stage("calibrate", content={"rank": rank} if mode == "differ" else {}, work=alone)
-    if mode == "differ": sys.exit()
-    two = run.stage("train", content={}, parents=[one], work=together, everyone=True)
-print(rank, one.reused, sorted(two.manifest["files"]), two.reused)
-"""
-
-
-def launch(folder: Path, mode: str, *overrides: str, port: int) -> list[tuple[int, str, str]]:
-    """(exit code, stdout's last line, stderr's last line) of two ranks; rank 1 starts first."""
-    started = []
-    for rank in (1, 0):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(REPOSITORY),
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(port),
-        }
-        command = [sys.executable, "-c", textwrap.dedent(SCRIPT), mode, *overrides]
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(command, cwd=folder, env=environment, **pipes))
-    out = [(*process.communicate(timeout=60), process.returncode) for process in started]
-    return [
-        (code, *(text.strip().rpartition("\n")[2] for text in (said, wrong))) for said, wrong, code in reversed(out)
-    ]
-
-
-def test_other_ranks_wait_for_rank_0_and_agree_with_it(fake_root: Path) -> None:
-    made = launch(fake_root, "work", port=1)
-    assert [line for _, line, _ in made] == [f"{rank} False ['rank0', 'rank1'] False" for rank in (0, 1)], made
-    again = launch(fake_root, "work", port=1)
-    assert [line for _, line, _ in again] == [f"{rank} True ['rank0', 'rank1'] True" for rank in (0, 1)], again
-    fresh = launch(fake_root, "work", "fresh=train", port=1)
-    assert [line for _, line, _ in fresh] == [f"{rank} True ['rank0', 'rank1'] False" for rank in (0, 1)], fresh
-
-
-def test_other_ranks_fail_when_rank_0_does(fake_root: Path) -> None:
-    (code_0, _, _), (code_1, _, error_1) = launch(fake_root, "fail", port=3)
-    assert code_0 == code_1 == 1
-    assert error_1 == "qat.ranks.RunError: rank 0 failed: ValueError: no luck with hf_***"
-    (code_0, _, _), (code_1, _, error_1) = launch(fake_root, "die", port=4)
-    assert code_0 == -signal.SIGKILL and code_1 == 1
-    assert "is gone without a word" in error_1
-    (_, _, _), (code_1, _, error_1) = launch(fake_root, "differ", port=5)
-    assert code_1 == 1 and "the ranks read different recipes or files" in error_1
 
 
 def test_a_terminated_run_says_so_in_its_summary(fake_root: Path) -> None:
