@@ -10,12 +10,14 @@ the rates by the KL on held-out windows of the *training* text (never the evalua
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in qat/train.py; read when torch loads
 
 import torch
 

@@ -1,9 +1,12 @@
 """layers.csv: what quantization did to each linear. No times in it, so that equal results are equal bytes.
 
 layer, format, range, round   what was done
+treatment                     what was done instead, for want of tokens; else empty
 clip_ratio                    mean of its scales over those of RTN
-error, error_rtn              sum (W_q - W)^2 / sum W^2, ours and RTN's
-weighted_error, ..._rtn       the same with each input weighted by its second moment; empty when no inputs were seen
+error_rtn, _range, error      sum (W_q - W)^2 / sum W^2: of RTN, of the nearest codes in the chosen range, of what is
+                              stored; all after the transform
+weighted_error_...            the same errors of the output, (W_q - W) H (W_q - W)^T, with H = E[x x^T], or its diagonal
+                              where no method asked for all of it; `plain` is RTN before the transform
 bias_change                   largest change of its bias by the 16-bit grid; empty without a bias
 """
 
@@ -23,8 +26,16 @@ from qat.quant import Quantized, dequantize
 from qat.scheme import TensorFormat
 
 TABLE = "layers.csv"
-ERRORS = ("error_rtn", "error", "weighted_error_rtn", "weighted_error")
-COLUMNS = ("layer", "format", "range", "round", "clip_ratio", *ERRORS, "bias_change")
+ERRORS = (
+    "error_rtn",
+    "error_range",
+    "error",
+    "weighted_error_plain",
+    "weighted_error_rtn",
+    "weighted_error_range",
+    "weighted_error",
+)
+COLUMNS = ("layer", "format", "range", "round", "treatment", "clip_ratio", *ERRORS, "bias_change")
 
 
 def rtn(weight: Tensor, fmt: TensorFormat) -> Quantized:
@@ -33,27 +44,53 @@ def rtn(weight: Tensor, fmt: TensorFormat) -> Quantized:
     return nearest.codes(weight, scale, zero, fmt, None, nearest.Options())
 
 
+def rtn_error(weight: Tensor, fmt: TensorFormat, inputs: InputStats | None) -> float | None:
+    """Relative error of the output of round-to-nearest; None when nothing is known of the inputs."""
+    importance = _importance(inputs)
+    return None if importance is None else _relative(rtn(weight, fmt), weight, fmt, importance)
+
+
 def line(
-    name: str, weight: Tensor, fmt: TensorFormat, q: Quantized, inputs: InputStats | None, bias_change: float | None
+    name: str,
+    weight: Tensor,
+    fmt: TensorFormat,
+    q: Quantized,
+    chosen: tuple[Tensor, Tensor | None],
+    inputs: InputStats | None,
+    plain: float | None,
 ) -> dict[str, Any]:
-    """The numbers of one linear. weight: float32 (N, K), the parent's."""
-    plain = rtn(weight, fmt)
-    found: dict[str, Any] = {
-        "layer": name,
-        "format": str(fmt),
-        "clip_ratio": (q.scale / plain.scale).mean().item(),
-        "error_rtn": _relative(plain, weight, fmt, None),
-        "error": _relative(q, weight, fmt, None),
-        "bias_change": bias_change,
+    """The numbers of one linear. weight: float32 (N, K), the transformed parent's. chosen: scale and zero of its range.
+
+    plain: `rtn_error` before the transform.
+    """
+    states = {
+        "rtn": rtn(weight, fmt),
+        "range": nearest.codes(weight, *chosen, fmt, None, nearest.Options()),
+        "": q,
     }
-    if inputs is not None and inputs.second_moment is not None:
-        found["weighted_error_rtn"] = _relative(plain, weight, fmt, inputs.second_moment)
-        found["weighted_error"] = _relative(q, weight, fmt, inputs.second_moment)
+    found: dict[str, Any] = {"layer": name, "format": str(fmt)}
+    found["clip_ratio"] = (q.scale / states["rtn"].scale).mean().item()
+    importance = _importance(inputs)
+    for state, values in states.items():
+        end = f"_{state}" if state else ""
+        found[f"error{end}"] = _relative(values, weight, fmt, None)
+        if importance is not None:
+            found[f"weighted_error{end}"] = _relative(values, weight, fmt, importance)
+    found["weighted_error_plain"] = found.get("weighted_error_rtn") if plain is None else plain
     return found
+
+
+def _importance(inputs: InputStats | None) -> Tensor | None:
+    """H (K, K), or its diagonal (K,)."""
+    if inputs is None or not inputs.num_tokens:
+        return None
+    return inputs.hessian if inputs.hessian is not None else inputs.second_moment
 
 
 def _relative(q: Quantized, weight: Tensor, fmt: TensorFormat, importance: Tensor | None) -> float:
     def energy(x: Tensor) -> float:
+        if importance is not None and importance.ndim == 2:
+            return ((x @ importance) * x).sum().item()
         return (x.square() if importance is None else x.square() * importance).sum().item()
 
     def of(rows: slice) -> tuple[float, float]:

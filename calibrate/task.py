@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from calibrate.inputs import InputStats
 from qat.scheme import TensorFormat
+
+
+class Batches(Protocol):
+    """A tensor per batch; `calibrate.activations.Activations` and a list are some."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,6 @@ class BlockTask:
     ranges: Mapping[str, tuple[Tensor, Tensor | None]]
     stats: Mapping[str, InputStats]
     forward: Callable[[Tensor], Tensor]
-    inputs: Sequence[Tensor]
-    targets: Sequence[Tensor]
+    inputs: Batches
+    targets: Batches
     seed: int

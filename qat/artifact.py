@@ -64,6 +64,19 @@ def block_tensors(name: str, q: Quantized, input_scale: Tensor | None, bias: Ten
     return out
 
 
+def read_block(file: Path, formats: dict[str, TensorFormat]) -> dict[str, Tensor]:
+    """The tensors of one block file as in a plain checkpoint: dequantized weights, norms, biases."""
+    tensors = SafetensorsFolder(file.parent, [file.name])
+    found = {name: tensors.get(name) for name in tensors.names()}
+    for linear in [name.removesuffix(".codes") for name in found if name.endswith(".codes")]:
+        codes, scale, zero = (found.pop(f"{linear}.{part}", None) for part in ("codes", "scale", "zero"))
+        found.pop(f"{linear}.input_scale", None)
+        assert codes is not None and scale is not None
+        codes = unpack_nibbles(codes) if codes.dtype == torch.uint8 else codes
+        found[f"{linear}.weight"] = dequantize(Quantized(codes, scale, zero), formats[linear])
+    return found
+
+
 class Artifact:
     """Reader of an artifact folder. As a `Tensors` source it gives the dequantized model, float32 where quantized."""
 

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
+
 import calibrate.observe
 import export.release
 import export.stage
@@ -22,7 +24,8 @@ MEASURED = "measured.json"
 
 
 def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
-    """Parent -> artifact: integer codes, scales, zero points; block by block."""
+    """Parent -> artifact: integer codes, scales, zero points; block by block, on all ranks."""
+    PartialState(cpu=job.device.type == "cpu")  # opens the process group when there are several ranks
     job.check_texts()
     recipe, parent = job.recipe_of(job.steps[index]), job.parent
     methods = {question: getattr(recipe.calibrate, question) for question in calibrate.observe.QUESTIONS}
@@ -37,6 +40,7 @@ def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
             out,
             device=job.device,
             dtype=job.dtype,
+            activation_bytes=int(recipe.compute.activation_gb * 2**30),
             seed=recipe.data.calibration.seed,
             progress=lambda done, total, error: steps.advance(f"error {error:.4f}", by=done - steps.done),
         )

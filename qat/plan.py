@@ -47,7 +47,8 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
             export     N c + 2.5 N / g + 2 R, dense 2 (N + R), dense and asymmetric 4 (N + R)
             gate, release 0: measurements; hard links
     memory  0.6 GB for the process, and
-            calibrate  the largest block and R at a, twice the activations T h a
+            calibrate  the largest block and R at a, hidden states T h a for one or two streams (what is over
+                       compute.activation_gb goes to disk)
             train      both models: a (N + 2 R) + N c; block inputs (blocks + 8) m h a; four logits 4 m V
             export     the largest block at 4, R at 2        gate    the largest block and R at a, 0.25 GB, two logits
     time    calibrate 6 N T, train 10 P T (teacher, forward, recomputed forward, backward), gate 2 P T (1 + formats),
@@ -60,8 +61,9 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
     if step.name == "calibrate":
         tokens = recipe.data.calibration.sequences * recipe.data.calibration.length
         disk = linear * code + 5 * linear / group + 2 * rest
-        memory: float = a * (model.largest_block + rest + 2 * tokens * model.hidden)
-        return _needs(disk, memory, 6 * linear * tokens, rate)
+        states, room = 2 * tokens * model.hidden * a, recipe.compute.activation_gb * 2**30
+        memory: float = a * (model.largest_block + rest) + min(states, room)
+        return _needs(disk + max(0, states - room), memory, 6 * linear * tokens, rate)
     if step.name == "train" and recipe.train:
         train = recipe.train
         m = (train.micro_batch or train.batch) * train.length

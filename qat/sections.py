@@ -193,3 +193,6 @@ class Compute(Section):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: float32 on a CPU")
+    activation_gb: PositiveFloat = Field(
+        4.0, description="host memory for the hidden states of calibration; more of them go to disk"
+    )

@@ -10,6 +10,7 @@ block, so that its full-precision weights can be had again from the parent.
 from __future__ import annotations
 
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from calibrate.inputs import InputStats
 from qat.arch import Arch
@@ -25,7 +26,12 @@ class Options(Section):
 
 
 def rescale(
-    weights: dict[str, Tensor], inputs: dict[str, InputStats], arch: Arch, scheme: Scheme, options: Options
+    weights: dict[str, Tensor],
+    inputs: dict[str, InputStats],
+    arch: Arch,
+    scheme: Scheme,
+    options: Options,
+    config: PretrainedConfig,
 ) -> dict[str, Tensor]:
     """weights: all tensors of the block by full name. inputs: statistics by full name of each quantized linear."""
     return {}
