@@ -113,10 +113,9 @@ def check_multiples(who: str, layers: Sequence[Layer], rows: int = 1, columns: i
 def check_fused(who: str, layers: Sequence[Layer], arch: Arch) -> None:
     """Linears that read the same input are stored alike: engines run them as one."""
     by_name = {layer.name: layer.fmt for layer in layers}
-    blocks = {layer.name[len(arch.blocks) + 1 :].partition(".")[0] for layer in layers}
-    for block in sorted(blocks, key=int):
-        for group in arch.shared_input:
-            names = [f"{arch.blocks}.{block}.{leaf}" for leaf in group]
+    blocks = {int(layer.name[len(arch.blocks) + 1 :].partition(".")[0]) for layer in layers}
+    for block in sorted(blocks):
+        for names in arch.fused(block):
             for name in names[1:]:
                 ours, first = by_name.get(name), by_name.get(names[0])
                 if ours != first:
@@ -127,16 +126,18 @@ def check_fused(who: str, layers: Sequence[Layer], arch: Arch) -> None:
 
 
 def check_shared_scales(who: str, artifact: Artifact, layers: Sequence[Layer], arch: Arch) -> None:
-    """Per-tensor scales are equal within linears that read the same input."""
+    """Per-tensor scales are equal within linears that read the same input; input scales over all experts."""
     quantized = {layer.name for layer in layers if layer.kind == "fp8-tensor"}
-    blocks = {name[len(arch.blocks) + 1 :].partition(".")[0] for name in quantized}
-    for block in sorted(blocks, key=int):
-        for group in arch.shared_input:
-            names = [n for n in (f"{arch.blocks}.{block}.{leaf}" for leaf in group) if n in quantized]
-            for part in ("scale", "input_scale"):
-                values = {name: artifact.raw(f"{name}.{part}").item() for name in names}
+    blocks = {int(name[len(arch.blocks) + 1 :].partition(".")[0]) for name in quantized}
+    for block in sorted(blocks):
+        shared = [[f"{arch.blocks}.{block}.{leaf}" for leaf in group] for group in arch.shared_input]
+        for part, groups in (("scale", shared), ("input_scale", arch.one_input_scale(block))):
+            for group in groups:
+                values = {name: artifact.raw(f"{name}.{part}").item() for name in group if name in quantized}
                 if len(set(values.values())) > 1:
+                    shown = sorted(values.items(), key=lambda item: item[1])
+                    shown = shown if len(shown) < 4 else [shown[0], shown[-1]]
                     raise ValueError(
-                        f"the {part} of {', '.join(f'{n} is {v:.6g}' for n, v in values.items())}: engines of {who} "
+                        f"the {part} of {', '.join(f'{n} is {v:.6g}' for n, v in shown)}: engines of {who} "
                         "take the largest for all and round the weights again; calibrate them with a shared scale"
                     )

@@ -10,6 +10,7 @@ nothing was learned.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,12 +55,25 @@ class Carrier:
 
     def bias_names(self) -> list[str]:
         """Full names of the biases that must be stored."""
-        blocks = range(self.config["num_hidden_layers"])
-        return [f"{self.arch.blocks}.{block}.{leaf}.bias" for block in blocks for leaf in sorted(self.biases)]
+        names = []
+        for block in range(self.config["num_hidden_layers"]):
+            here = self.biases & set(self.arch.at(block).linears)
+            names += [f"{self.arch.blocks}.{block}.{leaf}.bias" for leaf in sorted(here)]
+        return names
 
     def unquantized(self, quantized: Collection[str]) -> list[str]:
-        """Full names of the linears that are not in `quantized`, the head included: what formats list as exceptions."""
-        return [name for name in self.linears() if name not in set(quantized)] + [self.arch.head]
+        """Full names of what is not in `quantized`, routers and head included: what formats list as exceptions.
+
+        Experts of which none is quantized are named as a whole as well: engines look for the module that holds them.
+        """
+        done, names = set(quantized), []
+        for block in range(self.config["num_hidden_layers"]):
+            here, linears = self.arch.at(block), self.arch.block_linears(block)
+            names += [name for name in linears if name not in done] + self.arch.block_routers(block)
+            whole = f"{self.arch.blocks}.{block}.{here.experts}"
+            if here.experts and done.isdisjoint(name for name in linears if name.startswith(whole + ".")):
+                names.append(whole)
+        return [*names, self.arch.head]
 
 
 def keep_tokenizer(carrier: Carrier, parent: Path, out: Path) -> None:
@@ -97,7 +111,7 @@ def trainable_biases(arch: Arch, config: PretrainedConfig, engines: Collection[s
     out = [leaf for leaf in arch.linears if leaf not in best]
     if not out:
         return best, ""
-    return best, f"no bias is learned for {', '.join(out)}: {_why_not(arch, config, engines, out)}"
+    return best, f"no bias is learned for {_listed(out)}: {_why_not(arch, config, engines, out)}"
 
 
 def carrier(
@@ -113,7 +127,7 @@ def carrier(
         best = max((way.slots for way in _ways(arch, config, engines)), key=len)
         lost = [leaf for leaf in arch.linears if leaf in set(biased) - best]
         raise ValueError(
-            f"there are biases on {', '.join(lost) or ', '.join(sorted(biased))} of {arch.class_name}, but "
+            f"there are biases on {_listed(lost or sorted(biased))} of {arch.class_name}, but "
             f"{_why_not(arch, config, engines, lost)}. Export for other engines, or train without those biases "
             "(train again with these engines, or train.learn: {bias: null})"
         )
@@ -153,6 +167,11 @@ def _ways(arch: Arch, config: PretrainedConfig, engines: Collection[str]) -> Ite
             yield _Way(target, slots, readers)
 
 
+def _listed(leaves: Collection[str]) -> str:
+    """`leaves` in words, * for the number of an expert."""
+    return ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", leaf) for leaf in leaves))
+
+
 def _obstacles(arch: Arch, config: PretrainedConfig) -> list[str]:
     """The config fields that forbid relabelling, as `sliding_window is 4096`."""
     values = {field: getattr(config, field, None) for field in arch.relabel_when}
@@ -187,11 +206,21 @@ def _fields(arch: Arch, target: Arch, config: PretrainedConfig) -> dict[str, Any
 def _for_readers(fields: dict[str, Any], target: Arch, dtype: str) -> dict[str, Any]:
     """config.json, with transformers 4's names beside those of 5: TensorRT-LLM 1.2, AutoAWQ and AutoGPTQ run on 4."""
     fields = fields | {"architectures": [target.class_name], "dtype": dtype, "torch_dtype": dtype}
+    flags = [flag for slots in target.bias_slots.values() for flag in slots.by_flag]
+    fields = dict.fromkeys(flags, False) | fields  # TensorRT-LLM's Phi3 reads one that transformers does not know
     rope = fields.get("rope_parameters") or {}
+    if "sliding_attention" in rope and "full_attention" in rope:  # Gemma 3 has two kinds
+        fields["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        fields["sliding_window_pattern"] = fields.get("_sliding_window_pattern")
+        rope = rope["full_attention"]
     if "rope_theta" in rope:
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
         fields["rope_theta"] = rope["rope_theta"]
         fields["rope_scaling"] = scaling if scaling.get("rope_type", "default") != "default" else None
+    if "partial_rotary_factor" in rope:
+        fields["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if target.experts and "mlp_only_layers" in fields:
+        fields["num_experts"] = fields["num_local_experts"]
     return dict(sorted(fields.items()))
 
 

@@ -52,8 +52,9 @@ def loads(engine: str, format_name: str, kinds: Collection[str] = ()) -> bool:
 
 def biased(artifact: Artifact, arch: Arch) -> set[str]:
     """The linears, relative to a block, that have a bias in at least one block of the artifact."""
-    names = artifact.stored()
-    return {leaf for leaf in arch.linears if any(name.endswith(f".{leaf}.bias") for name in names)}
+    owners = (name.removesuffix(".bias") for name in artifact.stored() if name.endswith(".bias"))
+    leaves = {name.removeprefix(arch.blocks + ".").partition(".")[2] for name in owners}
+    return leaves & set(arch.linears)
 
 
 def check(artifact: Artifact, chosen: Carrier, formats: Collection[str], engines: Collection[str]) -> None:

@@ -35,8 +35,8 @@ def hooks(arch: Arch, input_quant: Callable[[str], InputQuant]) -> Callable[[int
         if index in done:
             return
         done.add(index)
-        for leaf, full in zip(arch.linears, arch.block_linears(index), strict=True):
-            how = input_quant(full)
+        for leaf in arch.at(index).linears:
+            how = input_quant(f"{arch.blocks}.{index}.{leaf}")
             if how is not None:
                 block.get_submodule(leaf).register_forward_pre_hook(_hook(how))
 

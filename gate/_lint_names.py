@@ -23,8 +23,9 @@ def check(export: Export, engines: Collection[str]) -> Iterator[Fault]:
             continue
         yield from _quantized(export, name)
         known |= {f"{name}.{part}" for part in export.PARTS}
+    quantized = set(export.linears)
     for name, shape in wanted.items():
-        if name.removesuffix(".weight") not in export.linears:
+        if name.removesuffix(".weight") not in quantized:
             yield from _plain(export, name, shape)
     yield from _head(export)
     tied = {f"{export.arch.head}.weight"} if export.config.tie_word_embeddings else set()
@@ -100,7 +101,7 @@ def _biases(export: Export, linears: list[str], engines: Collection[str]) -> Ite
             flag = next((f for f, leaves in slots.by_flag.items() if leaf in leaves), None)
             full, shape = f"{name}.bias", export.shapes[f"{name}.weight"][:1]
             entry = export.stored.get(full)
-            if entry is not None and leaf not in loaded:
+            if entry is not None and leaf not in loaded and export.raw(full).any():  # zeros serve other readers
                 way_out = f"set {flag}: true" if flag else "relabel the architecture or train another slot"
                 rule = f"no flag of the config declares it: {engine} drops it silently"
                 yield Fault("bias_dropped", full, "stored", rule, way_out)
@@ -120,6 +121,7 @@ def _choice(export: Export, linears: list[str]) -> Iterator[Fault]:
     if not export.linears:
         yield Fault("ignore", "config.json", f"{export.format}, yet nothing is quantized", "it must be", "use dense")
         return
+    quantized = set(export.linears)
     for name in [*linears, export.arch.head]:
         is_quantized, excluded = name in export.linears, export.excluded(name)
         if excluded is not None and is_quantized == excluded:
@@ -127,9 +129,8 @@ def _choice(export: Export, linears: list[str]) -> Iterator[Fault]:
             rule = "the list of unquantized linears in the config decides how engines load it"
             yield Fault("ignore", name, what, rule, "make the list name exactly the unquantized linears")
     for index in range(export.config.num_hidden_layers):
-        for group in export.arch.shared_input:
-            names = [f"{export.arch.blocks}.{index}.{leaf}" for leaf in group]
-            plain = [name for name in names if name not in export.linears]
+        for names in export.arch.fused(index):
+            plain = [name for name in names if name not in quantized]
             if plain and len(plain) < len(names):
-                rule = f"engines fuse {', '.join(group)}: all or none"
+                rule = f"engines fuse {names[0]} ... {names[-1].rpartition('.')[2]}: all or none"
                 yield Fault("fused", plain[0], "not quantized", rule, "skip all of them or none")

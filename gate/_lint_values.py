@@ -74,9 +74,9 @@ def _exact(name: str, value: Tensor, serving: torch.dtype | None) -> Iterator[Fa
 
 def _fused(export: Export) -> Iterator[Fault]:
     for index in range(export.config.num_hidden_layers):
-        for group in export.arch.shared_input:
-            names = [f"{export.arch.blocks}.{index}.{leaf}" for leaf in group]
-            for part in export.shared():
+        shared = [[f"{export.arch.blocks}.{index}.{leaf}" for leaf in group] for group in export.arch.shared_input]
+        for part in export.shared():
+            for names in export.arch.one_input_scale(index) if part == "input_scale" else shared:
                 stored = {n: export.raw(f"{n}.{part}").float() for n in names if f"{n}.{part}" in export.stored}
                 values = {n: value.item() for n, value in stored.items() if value.numel() == 1}
                 if len(set(values.values())) > 1:

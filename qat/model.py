@@ -13,12 +13,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qat.arch import Arch, arch_of
 from qat.checkpoint import IGNORED, Tensors
+from qat.experts import split_experts
 
 WAVE_BYTES = 256 * 2**20  # activations kept at once by `hidden`
+STACKED = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+def skeleton(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """transformers' model on the meta device, with one linear per expert and the module names of hub checkpoints.
+
+    Writes the dtype into `config`. Raises ValueError for an unknown architecture.
+    """
+    arch = arch_of(config)
+    with torch.device("meta"):
+        root = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    for index, block in enumerate(root.get_submodule(arch.blocks)):
+        split_experts(block, arch.at(index))
+    return root.requires_grad_(False)
 
 
 class _Recorder(nn.Module):
@@ -56,15 +71,14 @@ class Model:
         self.config, self.tensors, self.device, self.dtype = config, tensors, torch.device(device), dtype
         self.resident, self.prepare = resident, prepare
         self.arch: Arch = arch_of(config)
-        with torch.device("meta"):
-            self.root = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
-        self.root.requires_grad_(False)
+        self.root = skeleton(config, dtype)
         self.blocks: Sequence[nn.Module] = list(self.root.get_submodule(self.arch.blocks))
         # buffers that no file holds (rotary frequencies) cannot stay on meta: build that module for real
         rotary = self.root.get_submodule(self.arch.rotary)
         self._set(self.arch.rotary, type(rotary)(config=config).to(self.device))
         self._names = {name for name in tensors.names() if not name.endswith(IGNORED)}
         self._block_names = self._by_block()
+        self._refuse_stacked()
         self._kwargs: dict[int, list[dict[str, Any]]] = {}
         self._tied = bool(getattr(config, "tie_word_embeddings", False))
         if self._tied and f"{self.arch.head}.weight" in self._names:
@@ -83,6 +97,14 @@ class Model:
                 if index.isdigit() and int(index) < len(found):
                     found[int(index)].append(rest)
         return found
+
+    def _refuse_stacked(self) -> None:
+        stacked = min((name for name in self._names if name.endswith(STACKED)), default=None)
+        if self.arch.experts and stacked:
+            raise ValueError(
+                f"{stacked} holds the experts stacked, as transformers computes with them; hub checkpoints and engines "
+                "have them one by one: save the model with save_pretrained(folder, save_original_format=True)"
+            )
 
     def _set(self, path: str, module: nn.Module) -> None:
         parent, _, leaf = path.rpartition(".")
@@ -106,6 +128,15 @@ class Model:
         except RuntimeError as error:
             raise ValueError(f"the weights of {prefix} do not fit {type(module).__name__}: {error}") from error
         module.requires_grad_(False)
+
+    def _compute_buffers(self, module: nn.Module) -> None:
+        """Fill buffers that no file holds (Gemma's embedding scale), as transformers does after loading."""
+        for owner in module.modules():
+            missing = {name: buffer for name, buffer in owner.named_buffers(recurse=False) if buffer.is_meta}
+            for name, buffer in missing.items():
+                owner._buffers[name] = torch.empty_like(buffer, device=self.device)
+            if missing:
+                self.root._init_weights(owner)  # parameters are still on meta, where this does nothing
 
     def load_block(self, index: int) -> nn.Module:
         """The block with its weights in; call `free_block` when done with it, or use `block`."""
@@ -132,6 +163,7 @@ class Model:
             module = self.root.get_submodule(path)
             if not next(module.parameters()).is_meta:
                 continue
+            self._compute_buffers(module)
             if path == self.arch.head and self._tied:
                 module.weight = self.root.get_submodule(self.arch.embed).weight
                 continue
@@ -168,7 +200,9 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (..., vocabulary) in float32 of the last block's output. Inside `ends()`."""
-        return self.root.get_submodule(self.arch.head)(self.root.get_submodule(self.arch.norm)(hidden)).float()
+        logits: Tensor = self.root.get_submodule(self.arch.head)(self.root.get_submodule(self.arch.norm)(hidden))
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return (torch.tanh(logits / cap) * cap if cap else logits).float()
 
     def run_block(self, index: int, hidden: Tensor) -> Tensor:
         """One loaded block on (batch, length, hidden)."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
-from qat.arch import Arch, arch_of
+from qat.arch import Arch, arch_of, find
 from qat.checkpoint import SafetensorsFolder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +41,7 @@ class Parent:
         try:
             return AutoConfig.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
         except ValueError:  # not known to transformers; our own error names the architectures that we know
-            arch_of(SimpleNamespace(**json.loads((self.folder / "config.json").read_text(encoding="utf-8"))))
+            find(SimpleNamespace(**json.loads((self.folder / "config.json").read_text(encoding="utf-8"))))
             raise
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,22 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from qat.arch import arch_of
 from qat.artifact import REST, Artifact, block_file, block_tensors, save_tensors, write_meta
+from qat.model import skeleton
 from qat.quant import FP8_MAX, Quantized, scale_to_grid, to_grid
 from qat.scheme import Scheme
 
@@ -38,7 +44,33 @@ SIZES: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 54321.0},
     "dtype": "bfloat16",
 }
-CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
+CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "gemma3_text": Gemma3TextConfig,
+    "phi3": Phi3Config,
+    "mixtral": MixtralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+}
+# where a family needs more than SIZES; heads are wider than hidden_size / num_attention_heads where they may be
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3": {"head_dim": 32},
+    "gemma3_text": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 321.0},
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 54321.0},
+        },
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
+}
 SCHEMES: dict[str, dict[str, Any]] = {
     "int4": {"weights": {"dtype": "int4", "group_size": 32}},
     "int4-channel": {"weights": {"dtype": "int4"}},
@@ -56,9 +88,8 @@ ALL = frozenset(arch_of(LlamaConfig()).linears)
 
 
 def config_of(family: str, **changes: Any) -> PretrainedConfig:
-    """A tiny config of `llama`, `mistral` (without a sliding window) or `qwen2`."""
-    changes = {"sliding_window": None} | changes if family == "mistral" else changes
-    return CONFIGS[family](**SIZES | changes)
+    """A tiny config of one of CONFIGS; `mistral` without a sliding window."""
+    return CONFIGS[family](**SIZES | OF_FAMILY.get(family, {}) | changes)
 
 
 def make(
@@ -73,17 +104,19 @@ def make(
     random = torch.Generator().manual_seed(seed)
     parsed = Scheme.model_validate(SCHEMES[scheme] if isinstance(scheme, str) else scheme)
     arch = arch_of(config)
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in AutoModelForCausalLM.from_config(config).named_parameters()}
+    shapes = {name: p.shape for name, p in skeleton(copy.deepcopy(config)).named_parameters()}
     plain = {n: torch.randn(s, generator=random).mul(0.3).bfloat16() for n, s in shapes.items()}
     plain |= {name: value.abs() + 0.5 for name, value in plain.items() if "norm" in name}
     linears = {}
     for block in range(config.num_hidden_layers):
         prefix = f"{arch.blocks}.{block}."
         stored = {name: plain.pop(name) for name in list(plain) if name.startswith(prefix)}
-        for group in arch.shared_input:
+        static_of: dict[str, Tensor] = {}
+        for names in arch.one_input_scale(block):
+            static_of |= dict.fromkeys(names, torch.rand(1, 1, generator=random) * 0.01 + 1e-4)
+        for group in arch.at(block).shared_input:
             # per-tensor scales are shared by linears that read the same input
-            scale, input_scale = torch.rand(2, generator=random) * 0.01 + 1e-4
+            scale = torch.rand(1, generator=random)[0] * 0.01 + 1e-4
             for leaf in group:
                 name, fmt = prefix + leaf, parsed.format_of(prefix + leaf)
                 if leaf in biases and block == 0:
@@ -93,7 +126,7 @@ def make(
                 linears[name] = fmt
                 rows, columns = stored.pop(f"{name}.weight").shape
                 q = _random(rows, columns, columns // fmt.group_of(columns), fmt, scale, random)
-                static = input_scale.view(1, 1).clone() if fmt.per == "tensor" else None
+                static = static_of[name].clone() if fmt.per == "tensor" else None
                 stored |= block_tensors(name, q, static, None)
         save_tensors(stored, folder / block_file(block))
     save_tensors(plain, folder / REST)

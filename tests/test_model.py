@@ -29,6 +29,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-biased": ("qwen3", {"attention_bias": True}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3-capped": ("gemma3_text", {"final_logit_softcapping": 5.0, "attention_bias": True}),
+    "phi3": ("phi3", {}),
+    "phi3-window": ("phi3", {"sliding_window": 7}),
+    "phi3-long": ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": {"rope_type": "longrope",
+        "rope_theta": 500.0, "short_factor": [1.0, 1.5, 2.0], "long_factor": [3.0, 4.0, 5.0],
+        "partial_rotary_factor": 0.4}}),
+    "mixtral": ("mixtral", {}),
+    "mixtral-window": ("mixtral", {"sliding_window": 7}),
+    "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3-moe-dense-first": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "qwen3-moe-every-other": ("qwen3_moe", {"decoder_sparse_step": 2, "attention_bias": True}),
 }  # fmt: skip
 
 
@@ -41,7 +55,11 @@ def save_random(folder: Path, name: str, **changes: Any) -> nn.Module:
         if key.endswith("bias"):
             value.data.normal_()
     built.bfloat16().save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    # eager: its loop over experts has the same sums as ours, so equality is to the bit
+    how: dict[str, Any] = {"attn_implementation": "sdpa"}
+    if hasattr(built.config, "num_local_experts"):
+        how["experts_implementation"] = "eager"
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how).eval()
 
 
 def opened(folder: Path, **more: Any) -> Model:
@@ -169,7 +187,9 @@ def test_a_tied_model_that_stores_a_head_of_its_own(tmp_path: Path, same: bool) 
 def test_an_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path) -> None:
     save_random(tmp_path, "llama")
     config = GPT2Config(architectures=["GPT2LMHeadModel"])
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel.*known: llama, mistral, qwen2.*qat/arch/gpt2\.py"):
+    with pytest.raises(
+        ValueError, match=r"GPT2LMHeadModel.*known: gemma3_text, llama, mistral, mixtral, phi3.*qat/arch/gpt2\.py"
+    ):
         Model(config, SafetensorsFolder(tmp_path))
 
 
@@ -211,8 +231,9 @@ def test_the_rotary_buffer_of_old_checkpoints_is_ignored(tmp_path: Path) -> None
         assert torch.equal(logits(opened(tmp_path)), theirs(IDS).logits)
 
 
-def test_bfloat16_computes_in_bfloat16(tmp_path: Path) -> None:
-    save_random(tmp_path, "llama")
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_bfloat16_computes_in_bfloat16(tmp_path: Path, name: str) -> None:
+    save_random(tmp_path, name)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
     ours = logits(opened(tmp_path, dtype=torch.bfloat16))
     with torch.no_grad():

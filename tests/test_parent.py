@@ -230,7 +230,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "twice": (twice, r"tensor model\.norm\.weight is in both model\.safetensors and more\.safetensors; keep one"),
     "quantized": (config(quantization_config=QUANTIZED), r"is already quantized \(awq\).*full-precision"),
     "vocabulary": (config(vocab_size=7), r"tokenizer of \w+ has 8 tokens, its config only 7 \(vocab_size\)"),
-    "architecture": (config(model_type="gpt2"), r"model_type 'gpt2'\) is not known; known: llama, mistral, qwen2"),
+    "architecture": (
+        config(model_type="gpt2"),
+        r"model_type 'gpt2'\) is not known; known: gemma3_text, llama, mistral, mixtral, phi3",
+    ),
     "tokenizer": (no_tokenizer, r"has no tokenizer files.*copy the model's tokenizer there"),
 }
 

@@ -252,10 +252,10 @@ def cut(folder: Path) -> None:
 
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "other architecture": (lambda f: config(f, model_type="gpt2"), "known: llama, mistral, qwen2"),
+    "other architecture": (lambda f: config(f, model_type="gpt2"), "known: gemma3_text, llama, mistral, mixtral, phi3"),
     "unheard-of architecture": (
         lambda f: config(f, model_type="frob", architectures=["FrobForCausalLM"]),
-        "architecture FrobForCausalLM (model_type 'frob') is not known; known: llama, mistral, qwen2",
+        "architecture FrobForCausalLM (model_type 'frob') is not known; known: gemma3_text, llama, mistral",
     ),
     "no tokenizer": (lambda f: [p.unlink() for p in f.glob("tokenizer*")], "has no tokenizer files"),
     "cut short": (cut, "model.safetensors is not valid"),

@@ -25,6 +25,8 @@ def check(format_name: str, found: Sequence[Layer], arch: Arch) -> None:
     if format_name == "dense":
         return
     check_common("vllm", found, arch)
+    if format_name == "compressed_tensors" and arch.experts:
+        _check_experts(found, arch)
     for layer in found:
         if layer.fmt.is_int and layer.fmt.group_size not in (None, *GROUP_SIZES):
             fit = [size for size in GROUP_SIZES if layer.columns % size == 0]
@@ -32,6 +34,25 @@ def check(format_name: str, found: Sequence[Layer], arch: Arch) -> None:
                 f"{layer.name} has group size {layer.fmt.group_size}; vllm runs {GROUP_SIZES} or whole rows. Set "
                 f"scheme.weights.group_size to one of {fit or 'null (whole rows)'}, or leave vllm out of export.engines"
             )
+
+
+def _check_experts(found: Sequence[Layer], arch: Arch) -> None:
+    """compressed_tensors_moe.py knows symmetric int4 only, and asks for the scheme of experts.0.gate_proj by name."""
+    experts = [layer for layer in found if f".{arch.experts}." in layer.name]
+    asymmetric = next((layer for layer in experts if layer.kind == "int4-asym"), None)
+    if asymmetric:
+        raise ValueError(
+            f"{asymmetric.name} is {asymmetric.fmt}; vllm runs experts in compressed_tensors symmetric only. Export "
+            "awq, or set scheme.weights.symmetric to true"
+        )
+    renamed = arch.gate_up_down != ("gate_proj", "up_proj", "down_proj")
+    blocks = {layer.name.partition(f".{arch.experts}.")[0] for layer in experts}
+    others = {layer.name.partition(".self_attn.")[0] for layer in found if ".self_attn." in layer.name} - blocks
+    if renamed and (len({layer.fmt for layer in found}) > 1 or others):
+        raise ValueError(
+            f"not all linears have the same format, and vllm does not find the experts of {arch.class_name} "
+            f"({', '.join(arch.gate_up_down)}) by name in compressed_tensors; quantize all alike, or export awq or gptq"
+        )
 
 
 def launch(directory_name: str, config: dict[str, Any]) -> dict[str, str]:

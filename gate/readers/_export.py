@@ -12,11 +12,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from gate.readers._headers import Entry, read_header, weight_files
 from qat.arch import Arch, arch_of
 from qat.checkpoint import SafetensorsFolder
+from qat.model import skeleton
 
 InputQuant = Literal["token"] | Tensor | None  # dynamic per token, a static float32 scale, or activations left alone
 FLOATS = ("F16", "BF16", "F32")
@@ -64,6 +65,7 @@ class Export(ABC):
         self._files = SafetensorsFolder(folder)
         owners = (name.rpartition(".") for name in self.stored)
         self.linears = sorted({owner for owner, _, part in owners if part in self.PARTS})
+        self._quantized = frozenset(self.linears)
         self._hidden = {f"{linear}.{part}" for linear in self.linears for part in self.PARTS}
         self.check()
 
@@ -131,13 +133,12 @@ class Export(ABC):
 
     def get(self, name: str) -> Tensor:
         owner = name.removesuffix(".weight")
-        return self.weight(owner) if name.endswith(".weight") and owner in self.linears else self.raw(name)
+        return self.weight(owner) if name.endswith(".weight") and owner in self._quantized else self.raw(name)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter that the config's architecture has, a tied head once."""
-        with torch.device("meta"):  # a copy, because from_config writes the dtype into it
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config))
+        model = skeleton(copy.deepcopy(self.config))  # a copy, because the dtype is written into it
         return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
     @property
