@@ -81,7 +81,7 @@ class Block:
                 self.plain[name] = table.rtn_error(self.full[f"{name}.weight"], self.formats[name], inputs.get(name))
         with self.seconds.of("transform"):
             self.vectors = method.module.rescale(
-                self.full, inputs, self.model.arch, self.scheme, method.options, self.model.config
+                self.full, inputs, self.model.arch.at(self.index), self.scheme, method.options, self.model.config
             )
         if self.vectors:
             for name, value in self.full.items():
@@ -195,19 +195,22 @@ class Block:
         assert stats is not None and stats.amax is not None
         return max_scale(stats.amax.amax().view(1), self.scheme.inputs)
 
-    def _lend_input_scales(self) -> None:
-        """An expert that saw too few tokens to know the range of its inputs gets the widest of the other experts'."""
-        rare = [row["layer"] for row in self.rows if row["treatment"]]
-        for name in [name for name in rare if f"{name}.input_scale" in self.stored]:
-            leaf = name.rpartition(".")[2]
-            peers = [r["layer"] for r in self.rows if r["layer"].rpartition(".")[2] == leaf and r["layer"] not in rare]
-            if not peers:
-                raise ValueError(f"{name}: no expert of its block saw enough tokens; give more calibration text")
-            self.stored[f"{name}.input_scale"] = torch.stack([self.stored[f"{p}.input_scale"] for p in peers]).amax(0)
+    def _share_input_scales(self) -> None:
+        """One static input scale for all experts, as engines have it: the widest of those that saw enough tokens."""
+        rare = {row["layer"] for row in self.rows if row["treatment"]}
+        for names in self.model.arch.one_input_scale(self.index):
+            known = [self.stored[f"{name}.input_scale"] for name in names if name not in rare and self._has_scale(name)]
+            for name in filter(self._has_scale, names):
+                if not known:
+                    raise ValueError(f"{name}: no expert of its block saw enough tokens; give more calibration text")
+                self.stored[f"{name}.input_scale"] = torch.stack(known).amax(0)
+
+    def _has_scale(self, name: str) -> bool:
+        return f"{name}.input_scale" in self.stored
 
     def save(self, out: Path, file: str, table_file: str) -> float:
         """Write the block's file and its rows of the table; returns its mean relative error."""
-        self._lend_input_scales()
+        self._share_input_scales()
         if self.vectors:
             save_tensors(self.vectors, out / f"transform-{self.index:05d}.safetensors")
         table.write(self.rows, out / table_file)

@@ -181,7 +181,7 @@ class _Runner:
 
     def groups(self, index: int) -> list[list[str]]:
         """The covered linears of a block by shared input, full names."""
-        arch = self.model.arch
+        arch = self.model.arch.at(index)
         full = [[f"{arch.blocks}.{index}.{name}" for name in group] for group in arch.shared_input]
         return [covered for group in full if (covered := [name for name in group if name in self.formats])]
 

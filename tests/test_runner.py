@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
 
-from calibrate import staged, streams
+from calibrate import staged, streams, table
 from calibrate.activations import Activations
 from calibrate.inputs import InputStats
 from calibrate.range import activation
 from calibrate.round import nearest
 from qat.artifact import Artifact
+from qat.checkpoint import SafetensorsFolder
 from qat.plugins import ROOT
 from qat.quant import Quantized, dequantize, to_grid
-from tests.test_observe import INT4, WINDOWS, make, run, weights_bytes
+from tests.test_observe import INT4, STATIC, WINDOWS, make, run, weights_bytes
 
 
 @pytest.fixture(scope="module")
@@ -209,3 +210,44 @@ def test_a_linear_that_saw_few_tokens_is_rounded_without_statistics(llama: Path,
     assert torch.equal(ours.get(name), plain.get(name))
     table = (tmp_path / "out" / "layers.csv").read_text()
     assert table.count('"max, nearest: 3 tokens seen"') == 3
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_experts_are_quantized_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """Also experts that the text never chose: nothing of them is uninitialised, the table says what was done."""
+    if whole:
+        monkeypatch.setattr(nearest, "PREFIX", True, raising=False)
+    parent = make(
+        tmp_path / "moe",
+        MixtralConfig,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+        intermediate_size=32,
+    )
+    metrics = run(parent, tmp_path / "out", range="activation")
+    artifact, tensors = Artifact(tmp_path / "out"), SafetensorsFolder(parent)
+    assert set(artifact.names()) == set(tensors.names())
+    assert len(artifact.formats) == 3 * (4 + 5 * 3)
+    rare = metrics["without_statistics"]
+    assert 0 < len(rare) < 3 * 5 * 3
+    rows = {row["layer"]: row for row in table.read(tmp_path / "out" / table.TABLE)}
+    run(parent, tmp_path / "max", INT4, None, range="max")
+    plain = Artifact(tmp_path / "max")
+    for name in rare:
+        assert int(rows[name]["treatment"].split()[2]) < 64
+        assert torch.equal(artifact.get(f"{name}.weight"), plain.get(f"{name}.weight"))
+    assert all(not row["treatment"] for name, row in rows.items() if name not in rare)
+    router = "model.layers.0.block_sparse_moe.gate.weight"
+    assert torch.equal(artifact.get(router), tensors.get(router))
+
+
+def test_experts_share_one_static_input_scale(tmp_path: Path) -> None:
+    parent = make(tmp_path / "moe", MixtralConfig, num_local_experts=4, tie_word_embeddings=False)
+    run(parent, tmp_path / "out", STATIC, range="max")
+    artifact = Artifact(tmp_path / "out")
+    for leaves in (("w1", "w3"), ("w2",)):
+        names = [f"model.layers.1.block_sparse_moe.experts.{e}.{leaf}" for e in range(4) for leaf in leaves]
+        assert len({artifact.raw(f"{name}.input_scale").item() for name in names}) == 1

@@ -29,10 +29,10 @@ class BiasSlots:
 class Arch:
     """Module names are those of hub checkpoints and engines, relative to a block unless they say otherwise.
 
-    linears: in the order they run. shared_input: linears that read the same tensor; the engines fuse them, so they
-    share input statistics and per-tensor scales. norm_pairs: (norm, or earlier linear) -> everything that its output
-    feeds and nothing else reads it, so that a per-channel factor can be folded there; a consumer that is not in
-    `linears` (a router) is not quantized, yet its columns take the factor too. norm_offset: norms multiply by
+    linears: in the order they run. shared_input: linears that read the same tensor, in the order they run; the engines
+    fuse them, so they share input statistics and per-tensor scales. norm_pairs: (norm, or earlier linear) -> everything
+    that its output feeds and nothing else reads it, so that a per-channel factor can be folded there; a consumer that
+    is not in `linears` (a router) is not quantized, yet its columns take the factor too. norm_offset: norms multiply by
     norm_offset + weight. bias_slots: per engine. relabel_to: the architecture whose graph is the same when the config
     fields in `relabel_when` have the given values, written out as `relabel_fields` (target field -> value).
 
@@ -175,9 +175,11 @@ def _written_out(arch: Arch, count: int) -> Arch:
             pairs += zip(each(source), zip(*map(each, consumers), strict=True), strict=True)
         else:
             pairs.append((source, all_of(consumers)))
+    linears = all_of(arch.linears)
+    groups = chain(*(zip(*map(each, group), strict=True) for group in arch.shared_input))
     return replace(
         arch,
-        linears=all_of(arch.linears),
-        shared_input=tuple(chain(*(zip(*map(each, group), strict=True) for group in arch.shared_input))),
+        linears=linears,
+        shared_input=tuple(sorted(groups, key=lambda group: linears.index(group[0]))),  # an expert after the other
         norm_pairs=tuple(pairs),
     )
