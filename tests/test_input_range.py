@@ -17,7 +17,7 @@ from calibrate.range import _entropy, kl, mse, percentile
 from calibrate.range import max as widest
 from calibrate.range._clip import clips, levels, nearest, scale_of
 from qat import plugins
-from qat.quant import fake_quant_input, max_scale
+from qat.quant import max_scale
 from qat.scheme import TensorFormat
 
 FP8 = TensorFormat(dtype="fp8_e4m3", per="tensor")
@@ -43,7 +43,7 @@ def counted(x: Tensor) -> Histogram:
 def stored(x: Tensor, scale: Tensor, fmt: TensorFormat) -> Tensor:
     if fmt.dtype == "int8":
         return (x.float() / scale).round().clamp(-127, 127) * scale
-    return fake_quant_input(x.float(), scale)
+    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
 
 
 @FORMATS

@@ -10,7 +10,10 @@ from qat.scheme import TensorFormat
 
 
 def levels(fmt: TensorFormat) -> Tensor:
-    """The magnitudes that codes have at scale 1, float64, ascending from 0: 0..127 for int8, those of E4M3 for fp8."""
+    """The magnitudes that codes have at scale 1, float64, ascending from 0: 0..127 for int8, those of E4M3 for fp8.
+
+    int8 also has -128, which a histogram of magnitudes cannot use.
+    """
     if fmt.dtype == "fp8_e4m3":
         return torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     assert fmt.dtype == "int8", f"activations are int8 or fp8_e4m3, not {fmt.dtype}"
