@@ -17,6 +17,7 @@ from typing import Any
 from qat import plugins
 from qat.arguments import KEYWORDS
 from qat.recipe import Recipe
+from qat.sections import ANSWERS
 from qat.stages import stage_key
 
 INDEX = "model.safetensors.index.json"
@@ -70,7 +71,7 @@ def _steps(variant: str | None, recipe: Recipe, root: dict[str, Any], first: int
         "text": root["calibration"],
         "scheme": dumped["scheme"],
         "calibrate": questions,
-        "versions": {q: plugins.version(f"calibrate.{q}", chosen["name"]) for q, chosen in questions.items()},
+        "versions": {q: plugins.version(ANSWERS[q], chosen["name"]) for q, chosen in questions.items()},
         "compute": dtype,
     }
     steps = [Step("calibrate", variant, content, ())]

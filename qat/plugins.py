@@ -42,9 +42,9 @@ def find(package: str, name: str) -> ModuleType:
     return importlib.import_module(f"{package}.{name}")
 
 
-def options(package: str, name: str) -> type[Section]:
-    """The `Options` class of a plugin, read without importing the plugin."""
-    return _options(*_file(package, name), f"{package}.{name}")
+def options(package: str, name: str, kind: str = "Options") -> type[Section]:
+    """The `Options` class of a plugin, or that of another `kind`, read without importing the plugin."""
+    return _options(*_file(package, name), f"{package}.{name}", kind)
 
 
 def literal(package: str, name: str, constant: str) -> Any:
@@ -83,14 +83,14 @@ def _parse(path: Path, mtime_ns: int) -> ast.Module:
 
 
 @lru_cache(maxsize=64)  # one class per file, so that equal options compare equal
-def _options(path: Path, mtime_ns: int, module: str) -> type[Section]:
+def _options(path: Path, mtime_ns: int, module: str, kind: str) -> type[Section]:
     keep: list[ast.stmt] = []
     for node in _parse(path, mtime_ns).body:
         light_import = isinstance(node, ast.ImportFrom) and node.module in LIGHT
-        if light_import or (isinstance(node, ast.ClassDef) and node.name == "Options"):
+        if light_import or (isinstance(node, ast.ClassDef) and node.name == kind):
             keep.append(node)
     space: dict[str, Any] = {"__name__": module}
     exec(compile(ast.Module(keep, []), str(path), "exec", dont_inherit=True), space)
-    found: type[Section] = space.get("Options", NoOptions)
+    found: type[Section] = space.get(kind, NoOptions)
     found.model_rebuild(_types_namespace=space)  # names in annotations are looked up here, not in sys.modules
     return found

@@ -152,10 +152,26 @@ def _without_effect(scheme: Scheme, calibrate: Calibrate, train: Train | None) -
         if dtype not in plugins.literal(package, chosen, "DTYPES"):
             able = [name for name in plugins.names(package) if dtype in plugins.literal(package, name, "DTYPES")]
             yield ("calibrate", question), f"{chosen} does not do {dtype}; these do: {_listed(able)}"
+    yield from _inputs_without_effect(scheme, calibrate.inputs.name)
     if train and "scale" in train.learn and not scheme.weights.is_int:
         yield (
             ("train", "learn", "scale"),
             f"trains the group scales of int4, and {dtype} has none; set train.learn.scale to null, or train to null",
+        )
+
+
+def _inputs_without_effect(scheme: Scheme, chosen: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(path, problem) for a range of static activations and KV cache that does not do them, or has none to do."""
+    formats = (scheme.inputs, getattr(scheme, "kv_cache", None))
+    static = {fmt.dtype for fmt in formats if fmt is not None and not fmt.dynamic}
+    does = {name: plugins.literal("calibrate.range", name, "INPUTS") for name in plugins.names("calibrate.range")}
+    if not static and chosen != Calibrate.model_fields["inputs"].default:
+        yield ("calibrate", "inputs"), f"{chosen}, but the scheme has no static inputs and no kv_cache; leave it out"
+    elif missing := static - does[chosen]:
+        able = [name for name in does if static <= does[name]]
+        yield (
+            ("calibrate", "inputs"),
+            f"{chosen} does not do activations in {_listed(missing)}; these do: {_listed(able)}",
         )
 
 

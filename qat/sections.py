@@ -37,8 +37,8 @@ class Choice(Section):
         return self.name
 
 
-def choose(package: str, value: Any) -> Choice:
-    """Read `mse` or `{name: mse, grid: 20}` against the Options of the plugin it names."""
+def choose(package: str, value: Any, kind: str = "Options") -> Choice:
+    """Read `mse` or `{name: mse, grid: 20}` against the Options (or another class, `kind`) of the plugin it names."""
     if isinstance(value, Choice):
         return value
     flat = {"name": value} if isinstance(value, str) else value
@@ -46,7 +46,7 @@ def choose(package: str, value: Any) -> Choice:
         hint = did_you_mean(value, plugins.names(package))
         raise ValueError(f"{value!r} is not the name of a plugin, nor {{name: ..., option: ...}}{hint}")
     given = {key: option for key, option in flat.items() if key != "name"}
-    options = plugins.options(package, flat["name"]).model_validate(given)
+    options = plugins.options(package, flat["name"], kind).model_validate(given)
     return Choice.model_construct(name=flat["name"], options=options)
 
 
@@ -100,8 +100,13 @@ class Data(Section):
         return self
 
 
+# where the answers to the questions of a calibrate section are
+ANSWERS = {q: f"calibrate.{q}" for q in ("transform", "range", "round")} | {"inputs": "calibrate.range"}
+choose_inputs = partial(choose, "calibrate.range", kind="InputOptions")
+
+
 class Calibrate(Section):
-    """Three independent questions, each answered by a file."""
+    """Independent questions, each answered by a file."""
 
     transform: Annotated[Choice, BeforeValidator(partial(choose, "calibrate.transform"))] = Field(
         "none", validate_default=True, description="what is rescaled before rounding: a file of calibrate/transform"
@@ -111,6 +116,11 @@ class Calibrate(Section):
     )
     round: Annotated[Choice, BeforeValidator(partial(choose, "calibrate.round"))] = Field(
         "nearest", validate_default=True, description="which code: a file of calibrate/round"
+    )
+    inputs: Annotated[Choice, BeforeValidator(choose_inputs)] = Field(
+        "max",
+        validate_default=True,
+        description="static activation and KV-cache scales: a file of calibrate/range",
     )
 
 

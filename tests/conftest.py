@@ -15,7 +15,8 @@ from qat import plugins
 DTYPES = "DTYPES = {'int4', 'fp8_e4m3'}\n"
 PLUGINS = {
     "calibrate/transform/none.py": f"VERSION = 1\n{DTYPES}",
-    "calibrate/range/activation.py": f"VERSION = 1\n{DTYPES}",
+    "calibrate/range/activation.py": f"VERSION = 1\nINPUTS: set[str] = set()\n{DTYPES}",
+    "calibrate/range/max.py": f"VERSION = 1\nINPUTS = {{'fp8_e4m3'}}\n{DTYPES}",
     "calibrate/range/mse.py": """
 from __future__ import annotations
 import torch_is_never_imported
@@ -24,9 +25,12 @@ from pydantic import Field
 from qat.scheme import Section
 VERSION = 3
 DTYPES = {"int4", "fp8_e4m3"}
+INPUTS = {"fp8_e4m3"}
 class Options(Section):
     grid: int = Field(20, gt=0)
     norm: Literal["l1", "l2"] = "l2"
+class InputOptions(Section):
+    steps: int = Field(9, gt=0)
 """,
     "calibrate/round/nearest.py": f"VERSION = 1\n{DTYPES}",
     "calibrate/round/_helper.py": "VERSION = 1\n",

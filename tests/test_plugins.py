@@ -13,7 +13,7 @@ from qat import plugins
 
 def test_names_are_the_files_that_do_not_start_with_an_underscore(fake_root: Path) -> None:
     assert plugins.names("calibrate.round") == ["nearest"]
-    assert plugins.names("calibrate.range") == ["activation", "mse"]
+    assert plugins.names("calibrate.range") == ["activation", "max", "mse"]
     assert plugins.names("no.such.folder") == []
 
 
@@ -25,6 +25,7 @@ def test_options_and_constants_are_read_without_importing(fake_root: Path) -> No
         options.model_validate({"norm": "l3"})
     assert options is plugins.options("calibrate.range", "mse")
     assert plugins.options("calibrate.range", "activation") is plugins.NoOptions
+    assert plugins.options("calibrate.range", "mse", "InputOptions").model_validate({}).model_dump() == {"steps": 9}
     assert plugins.version("calibrate.range", "mse") == 3
     assert plugins.literal("export.formats", "awq", "HOLDS") == {"int4", "int4-asym"}
     assert not [name for name in set(sys.modules) - before if name.startswith(("calibrate", "export"))]
@@ -65,6 +66,9 @@ def test_every_shipped_plugin_states_its_constants(package: str) -> None:
         if package != "export.engines":
             assert plugins.version(package, name) >= 1
         assert plugins.options(package, name).model_config["frozen"]
+    for name in plugins.names("calibrate.range"):
+        has = hasattr(plugins.find("calibrate.range", name), "find_input")
+        assert has == bool(plugins.literal("calibrate.range", name, "INPUTS"))
     for name in plugins.names("export.formats"):
         kinds = {"int4", "int4-asym", "fp8-channel", "fp8-tensor"}
         assert plugins.literal("export.formats", name, "HOLDS") <= kinds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,7 +56,7 @@ def test_all_errors_come_at_once_with_their_paths_and_a_suggestion(fake_root: Pa
     expected = {
         "modle": "did you mean 'model'?",
         "scheme.weights.group_sise": "did you mean 'group_size'?",
-        "calibrate.range": "there is no calibrate/range/msee.py, did you mean 'mse'? (known: activation, mse)",
+        "calibrate.range": "there is no calibrate/range/msee.py, did you mean 'mse'? (known: activation, max, mse)",
         "calibrate.round.dampp": "unknown key (known: none)",
         "train.steps": "input should be a valid integer, unable to parse string as an integer, got 'ten'",
         "train.warmpu": "did you mean 'warmup'?",
@@ -305,3 +306,34 @@ def test_what_fp8_has_no_use_for_is_an_error(override: str, line: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load([*good, override])
     assert line in str(caught.value)
+
+
+STATIC = "{weights: {dtype: fp8_e4m3, per: tensor}, inputs: {dtype: fp8_e4m3, per: tensor}}"
+
+
+def test_the_range_of_static_inputs_is_chosen_apart_from_that_of_weights() -> None:
+    static = ["recipe=micro.yaml", f"scheme={STATIC}", "calibrate.range=max", "train=null"]
+    recipe = load([*static, "calibrate.inputs={name: mse, candidates: 100}"])
+    assert recipe.model_dump()["calibrate"]["inputs"] == {"name": "mse", "candidates": 100, "smallest": 0.004}
+    assert Recipe.model_validate(recipe.model_dump()) == recipe
+    assert load(static).calibrate.inputs.name == "max"
+    for wrong, line in (
+        ("activation", "calibrate.inputs: activation does not do activations in fp8_e4m3; these do: kl, max, mse"),
+        ("{name: kl, sweeps: 3}", "calibrate.inputs.sweeps: unknown key"),
+        ("percentil", "there is no calibrate/range/percentil.py, did you mean 'percentile'?"),
+    ):
+        with pytest.raises(RecipeError, match=re.escape(line)):
+            load([*static, f"calibrate.inputs={wrong}"])
+
+
+def test_a_range_of_inputs_needs_static_inputs() -> None:
+    dynamic = "{weights: {dtype: fp8_e4m3}, inputs: {dtype: fp8_e4m3, per: token, dynamic: true}}"
+    for overrides in ([], [f"scheme={dynamic}", "calibrate.range=max", "train=null"]):
+        line = "calibrate.inputs: kl, but the scheme has no static inputs and no kv_cache; leave it out"
+        with pytest.raises(RecipeError, match=re.escape(line)):
+            load(["recipe=micro.yaml", *overrides, "calibrate.inputs=kl"])
+
+
+def test_percentile_is_for_inputs_only() -> None:
+    with pytest.raises(RecipeError, match=r"calibrate\.range: percentile does not do int4"):
+        load(["recipe=micro.yaml", "calibrate.range=percentile"])

@@ -16,6 +16,7 @@ from qat.scheme import Section, TensorFormat
 VERSION = 1
 NEEDS = {"second_moment"}
 DTYPES = {"int4"}
+INPUTS: set[str] = set()
 
 
 class Options(Section):

@@ -8,6 +8,8 @@ the row's e H e^T least with the others as they are, so no step makes it worse. 
 
 Costs a forward and a backward pass of the model, a K x K matrix per shared input, and in the search, per weight,
 `ratios * sweeps * group_size` multiply-adds.
+
+Static scales of activations and of the KV cache are another thing of the same name: `calibrate.range._entropy`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from calibrate.histogram import Histogram
 from calibrate.inputs import InputStats
+from calibrate.range._clip import clips, scale_of
+from calibrate.range._entropy import divergence, enough
 from calibrate.range._search import Range, join, search, stored, widest
 from calibrate.rows import at, each
 from qat.scheme import Section, TensorFormat
@@ -24,6 +29,7 @@ from qat.scheme import Section, TensorFormat
 VERSION = 1
 NEEDS = {"kl_hessian"}
 DTYPES = {"int4"}
+INPUTS = {"int8", "fp8_e4m3"}
 
 
 class Options(Section):
@@ -34,6 +40,13 @@ class Options(Section):
     smallest: float = Field(0.5, gt=0, le=1)
     sweeps: int = Field(2, ge=1)
     damping: float = Field(0.01, ge=0)
+
+
+class InputOptions(Section):
+    """candidates: how many clips are tried, from the largest magnitude down to `smallest` times it, evenly in log."""
+
+    candidates: int = Field(256, ge=1)
+    smallest: float = Field(0.004, gt=0, le=1)
 
 
 def find(weight: Tensor, fmt: TensorFormat, inputs: InputStats | None, options: Options) -> Range:
@@ -49,6 +62,17 @@ def find(weight: Tensor, fmt: TensorFormat, inputs: InputStats | None, options: 
 
     # a step holds the weights of one group at every ratio
     return join(each(weight, descend, copies=max(1, options.ratios * size // weight.shape[1])))
+
+
+def find_input(histogram: Histogram, fmt: TensorFormat, options: InputOptions) -> Tensor:
+    """Scale float32 (1,) of inputs with these magnitudes, by entropy calibration.
+
+    Raises ValueError for a histogram that is not finite, or of fewer than `_entropy.LEAST` values.
+    """
+    values, counts = enough(*histogram.seen())
+    tried = clips(histogram.amax, options.candidates, options.smallest)
+    best = divergence(values, counts, tried, fmt).argmin() if len(values) else 0
+    return scale_of(tried[best].view(1), fmt).to(histogram.counts.device)
 
 
 def _descend(weight: Tensor, fmt: TensorFormat, hessian: Tensor, first: Range, options: Options) -> Range:
