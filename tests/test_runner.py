@@ -234,7 +234,7 @@ def test_experts_are_quantized_one_after_the_other(
     rare = metrics["without_statistics"]
     assert 0 < len(rare) < 3 * 5 * 3
     rows = {row["layer"]: row for row in table.read(tmp_path / "out" / table.TABLE)}
-    run(parent, tmp_path / "max", INT4, None, range="max")
+    run(parent, tmp_path / "max", INT4, range="max")
     plain = Artifact(tmp_path / "max")
     for name in rare:
         assert int(rows[name]["treatment"].split()[2]) < 64
