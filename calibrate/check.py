@@ -14,8 +14,9 @@ SMALLEST_OFFERED = 8  # group sizes under this are not offered: a scale would co
 def formats(model: Model, scheme: Scheme) -> dict[str, TensorFormat]:
     """The format of every linear that the scheme covers, by full name, in the order they run.
 
-    Raises ValueError for a pattern of the scheme that names nothing, for a scheme that leaves nothing to quantize, and
-    for group sizes that do not divide a layer's inputs (all layers at once).
+    Raises ValueError for a pattern of the scheme that names nothing, for a scheme that leaves nothing to quantize, for
+    overrides that give linears which share an input different formats, and for group sizes that do not divide a layer's
+    inputs (all layers at once).
     """
     linears = [name for index in range(len(model.blocks)) for name in model.arch.block_linears(index)]
     known = [*linears, model.arch.head, model.arch.embed]
@@ -29,15 +30,31 @@ def formats(model: Model, scheme: Scheme) -> dict[str, TensorFormat]:
     found = {name: fmt for name in linears if (fmt := scheme.format_of(name)) is not None}
     if not found:
         raise ValueError("scheme.skip leaves no linear to quantize; narrow its patterns")
+    _check_shared(model, found)
     _check_group_sizes(found, {name: model.root.get_submodule(name).in_features for name in found})
     return found
+
+
+def _check_shared(model: Model, found: Mapping[str, TensorFormat]) -> None:
+    """Engines fuse linears that share an input, and they are rounded together: one format for all that are covered."""
+    arch = model.arch
+    for index in range(len(model.blocks)):
+        for group in arch.shared_input:
+            names = [name for leaf in group if (name := f"{arch.blocks}.{index}.{leaf}") in found]
+            other = next((name for name in names if found[name] != found[names[0]]), None)
+            if other:
+                raise ValueError(
+                    f"scheme.overrides: {other} would be {found[other]}, {names[0]} {found[names[0]]}, but engines run "
+                    f"{', '.join(group)} as one linear; give them the same format, e.g. "
+                    + " and ".join(f"'*.{leaf.rpartition('.')[2]}'" for leaf in group)
+                )
 
 
 def _check_group_sizes(found: Mapping[str, TensorFormat], inputs: Mapping[str, int]) -> None:
     wrong: dict[tuple[int, int], list[str]] = {}
     for name, fmt in found.items():
         size = fmt.group_of(inputs[name])
-        if inputs[name] % size or (fmt.is_int and inputs[name] % 2):
+        if fmt.per != "block" and (inputs[name] % size or (fmt.bits == 4 and inputs[name] % 2)):
             wrong.setdefault((size, inputs[name]), []).append(name)
     if not wrong:
         return

@@ -14,7 +14,7 @@ from qat.scheme import Section, TensorFormat
 
 VERSION = 1
 NEEDS: set[str] = set()
-DTYPES = {"int4"}
+DTYPES = {"int4", "int8"}
 
 
 class Options(Section):
@@ -25,5 +25,5 @@ class Options(Section):
 
 
 def find(weight: Tensor, fmt: TensorFormat, inputs: InputStats | None, options: Options) -> Range:
-    """Scale float32 (N, K / g) and zero uint8 or None of a weight float32 (N, K), int4."""
+    """Scale float32 (N, K / g) and zero uint8 or None of a weight float32 (N, K), int4 or int8."""
     return search(weight, fmt, None, options.ratios, options.smallest)
