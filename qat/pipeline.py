@@ -114,7 +114,14 @@ def states_of(job: Job) -> list[gate.stage.State]:
                 key = manifest.digest(["rtn", recipe.scheme.model_dump()])
                 states.append(
                     gate.stage.State(
-                        baseline, key, parent.config, rtn, parent.folder, str(recipe.scheme), baseline=baseline
+                        baseline,
+                        key,
+                        parent.config,
+                        rtn,
+                        parent.folder,
+                        str(recipe.scheme),
+                        gate.stage.dynamic_inputs(recipe.scheme, rtn.covers),
+                        baseline=baseline,
                     )
                 )
         seconds = stage.manifest["seconds"]
@@ -132,7 +139,7 @@ def exports_of(job: Job) -> list[gate.stage.Exported]:
         if step.format is None:
             continue
         stage, recipe = job.made[index], job.recipe_of(step)
-        loaders = [e for e in recipe.export.engines if export.stage.loads(e, step.format)]
+        loaders = export.stage.loaders(recipe.export.engines, step.format, recipe.scheme)
         baseline = label(step.variant, "rtn") if recipe.scheme.weights.is_int else None
         exports.append(
             gate.stage.Exported(
@@ -186,7 +193,7 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
                 "rows": [row for row in verdict["table"] if row["state"] in shown],
                 "data": job.root,
             }
-            loaders = [e for e in recipe.export.engines if export.stage.loads(e, step.format)]
+            loaders = export.stage.loaders(recipe.export.engines, step.format, recipe.scheme)
             title = f"{Path(job.parent.name).name}-{name.replace('/', '-')}"
             export.release.release(job.made[index].path / step.format, out / name, title, loaders, facts)
         return {"exports": sorted(verdict["exports"])}

@@ -66,7 +66,7 @@ def test_every_shipped_plugin_states_its_constants(package: str) -> None:
             assert plugins.version(package, name) >= 1
         assert plugins.options(package, name).model_config["frozen"]
     for name in plugins.names("export.formats"):
-        kinds = {"int4", "int4-asym", "fp8-channel", "fp8-tensor"}
+        kinds = {"int4", "int4-asym", "int8", "w8a8", "fp8-channel", "fp8-tensor", "fp8-block"}
         assert plugins.literal("export.formats", name, "HOLDS") <= kinds
         assert plugins.literal("export.formats", name, "MIXED_GROUPS") in (True, False)
     for engine in plugins.names("export.engines"):

@@ -295,7 +295,10 @@ def test_reading_a_recipe_imports_no_torch() -> None:
     ("override", "line"),
     [
         ("calibrate.range=activation", "calibrate.range: activation does not do fp8_e4m3; these do: max"),
-        ("train={learn: {scale: 1e-3}}", "train.learn.scale: trains the group scales of int4"),
+        (
+            "train={learn: {scale: 1e-3}}",
+            "train.learn.scale: trains the scales of int4 and int8, and fp8_e4m3 has none",
+        ),
     ],
 )
 def test_what_fp8_has_no_use_for_is_an_error(override: str, line: str) -> None:
