@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gate.readers import InputQuant
 from gate.readers._export import BLOCK
 from qat.arch import Arch
+from qat.fakequant import cache_argument
 
 CacheScales = Callable[[int], tuple[Tensor, Tensor] | None]
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -72,7 +73,8 @@ def hooks(
                 block.get_submodule(leaf).register_forward_pre_hook(_hook(how))
         scales = cache_scales(index) if cache_scales else None
         if scales is not None:
-            block.get_submodule("self_attn").register_forward_pre_hook(_cache_hook(Cache(*scales)), with_kwargs=True)
+            attention = block.get_submodule("self_attn")
+            attention.register_forward_pre_hook(_cache_hook(Cache(*scales), attention), with_kwargs=True)
 
     return prepare
 
@@ -81,5 +83,6 @@ def _hook(how: InputQuant) -> Callable[[nn.Module, Any], Any]:
     return lambda module, args: (quantize_input(args[0], how), *args[1:])
 
 
-def _cache_hook(cache: Cache) -> Callable[..., Any]:
-    return lambda module, args, kwargs: (args, {**kwargs, "past_key_values": cache})
+def _cache_hook(cache: Cache, attention: nn.Module) -> Callable[..., Any]:
+    name = cache_argument(attention)
+    return lambda module, args, kwargs: (args, {**kwargs, name: cache})

@@ -7,6 +7,7 @@ dequantized once; no gradient of the weight is ever formed for bias training.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -70,7 +71,22 @@ class QuantizedCache:
         attention.register_forward_pre_hook(self._put, with_kwargs=True)
 
     def _put(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, "past_key_values": self}
+        return args, {**kwargs, cache_argument(module): self}
+
+
+def cache_argument(attention: nn.Module) -> str:
+    """What an attention module of transformers calls the cache it is given; a name it does not know is ignored there.
+
+    Raises ValueError when it takes none that is known.
+    """
+    names = inspect.signature(attention.forward).parameters
+    for name in ("cache", "past_key_values"):  # since 5.24, and before
+        if name in names:
+            return name
+    raise ValueError(
+        f"{type(attention).__name__} takes no cache under a known name ({', '.join(names)}); its keys and values "
+        "cannot be seen or rounded: set scheme.kv_cache to null"
+    )
 
 
 class ScaledCodes(torch.autograd.Function):

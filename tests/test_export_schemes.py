@@ -244,6 +244,6 @@ def test_who_loads_which_cache_and_kind() -> None:
     assert loaders(every, "modelopt", plain["fp8-tensor"]) == ["vllm", "trtllm"]
     assert loaders(every, "modelopt", cached["fp8-tensor"]) == ["vllm"]  # TensorRT-LLM runs an fp8 cache at scale 1
     assert loaders(every, "compressed_tensors", plain["fp8-block"]) == every
-    assert loaders(every, "compressed_tensors", cached["int4"]) == ["vllm", "transformers"]
+    assert loaders(every, "compressed_tensors", cached["int4"]) == ["vllm"]
     assert loaders(every, "compressed_tensors", plain["w8a8"]) == ["vllm", "transformers"]
     assert loaders(every, "gptq", plain["int8"]) == ["vllm"]

@@ -19,7 +19,7 @@ from calibrate.range import max as widest
 from calibrate.round import nearest
 from calibrate.table import rtn
 from qat.artifact import block_tensors
-from qat.fakequant import QuantizedCache
+from qat.fakequant import QuantizedCache, cache_argument
 from qat.quant import Quantized, dequantize, fake_quant_cache, fake_quant_input, max_scale, quantize, to_grid
 from qat.scheme import Scheme, TensorFormat
 
@@ -132,16 +132,21 @@ def test_the_cache_saturates_and_keeps_what_fp8_holds() -> None:
 
 def test_attention_sees_rounded_keys_and_values_and_passes_the_gradient() -> None:
     class Attention(nn.Module):
-        def forward(self, x: Tensor, past_key_values: Any = None) -> tuple[Tensor, Tensor]:
-            return past_key_values.update(x, 2 * x, 0)
+        def forward(self, x: Tensor, cache: Any = None) -> tuple[Tensor, Tensor]:
+            return cache.update(x, 2 * x, 0)
 
     module, x = Attention(), random(7, 2, 3, 4, 5).requires_grad_()
     QuantizedCache(torch.tensor([0.01]), torch.tensor([0.02])).attach(module)
-    keys, values = module(x, past_key_values=DynamicCache())
+    keys, values = module(x, cache=DynamicCache())
     assert torch.equal(keys, fake_quant_cache(x, torch.tensor([0.01])))
     assert torch.equal(values, fake_quant_cache(2 * x, torch.tensor([0.02])))
     (keys.sum() + values.sum()).backward()
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
+
+
+def test_attention_without_a_known_cache_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"Identity takes no cache under a known name \(input\)"):
+        cache_argument(nn.Identity())
 
 
 def test_int8_codes_are_stored_one_to_a_byte() -> None:

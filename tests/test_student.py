@@ -215,6 +215,6 @@ def test_a_quantized_cache_counts_in_training(tmp_path: Path, scheme: str) -> No
     artifact = make(tmp_path / "a", config, SCHEMES[scheme] | {"kv_cache": KV_CACHE})
     student, reference = student_of(config, artifact, ("bias",)), dense(config, artifact)
     with torch.no_grad():
-        theirs = reference(IDS, past_key_values=RoundedCache(artifact)).logits
+        theirs = reference(IDS, cache=RoundedCache(artifact)).logits
         assert torch.equal(logits(student), theirs)
         assert not torch.allclose(reference(IDS).logits, theirs, atol=1e-3)
