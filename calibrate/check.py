@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import ModuleType
 
+from qat.arch import Arch
 from qat.model import Model
 from qat.scheme import Scheme, TensorFormat, matches
 
@@ -33,6 +34,22 @@ def formats(model: Model, scheme: Scheme) -> dict[str, TensorFormat]:
     _check_shared(model, found)
     _check_group_sizes(found, {name: model.root.get_submodule(name).in_features for name in found})
     return found
+
+
+def whole_groups(arch: Arch, num_blocks: int, scheme: Scheme) -> None:
+    """Raise ValueError when the scheme leaves some but not all linears that share an input as they are.
+
+    For export formats whose engines run them as one linear: any but dense.
+    """
+    for index in range(num_blocks):
+        for group in arch.shared_input:
+            covered = {leaf: scheme.format_of(f"{arch.blocks}.{index}.{leaf}") is not None for leaf in group}
+            if len(set(covered.values())) > 1:
+                kept = [leaf for leaf in group if not covered[leaf]]
+                raise ValueError(
+                    f"scheme.skip leaves {', '.join(kept)} of block {index} as they are, but engines run "
+                    f"{', '.join(group)} as one linear; skip all of them or none, or export dense only"
+                )
 
 
 def _check_shared(model: Model, found: Mapping[str, TensorFormat]) -> None:
@@ -65,13 +82,14 @@ def _check_group_sizes(found: Mapping[str, TensorFormat], inputs: Mapping[str, i
     for width in set(inputs.values()):
         offers &= set(_divisors(width))
     sizes = ", ".join(map(str, sorted(offers, reverse=True))) or f"none of {SMALLEST_OFFERED} or more"
-    example = next(iter(wrong.values()))[0].split(".")[-1]
-    own = next(iter(_divisors(next(iter(wrong))[1])), 2)
+    first = next(iter(wrong.values()))[0]
+    example = first.split(".")[-1]
+    own = f"{{dtype: {found[first].dtype}, group_size: {next(iter(_divisors(next(iter(wrong))[1])), 2)}}}"
     raise ValueError(
         f"the group size does not fit {sum(map(len, wrong.values()))} of {len(found)} linears:\n"
         + "\n".join(lines)
         + f"\nsizes that divide every layer's inputs: {sizes}. Set scheme.weights.group_size to one of them, or give "
-        f"each kind of layer its own, e.g. scheme.overrides: {{'*.{example}': {{dtype: int4, group_size: {own}}}}}"
+        f"each kind of layer its own, e.g. scheme.overrides: {{'*.{example}': {own}}}"
     )
 
 

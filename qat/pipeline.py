@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import calibrate.check
 import calibrate.observe
 import export.release
 import export.stage
@@ -26,6 +27,8 @@ def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     job.check_texts()
     recipe, parent = job.recipe_of(job.steps[index]), job.parent
     methods = {question: getattr(recipe.calibrate, question) for question in calibrate.observe.QUESTIONS}
+    if set(recipe.export.formats) - {"dense"}:
+        calibrate.check.whole_groups(parent.arch, parent.config.num_hidden_layers, recipe.scheme)
     with report.Steps("calibrate", total=parent.config.num_hidden_layers, unit="block") as steps:
         return calibrate.observe.run(
             parent.config,

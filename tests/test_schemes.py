@@ -15,13 +15,18 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from calibrate import check
+from calibrate.inputs import InputStats
 from calibrate.range import max as widest
 from calibrate.round import nearest
 from calibrate.table import rtn
+from qat import plugins
 from qat.artifact import block_tensors
 from qat.fakequant import QuantizedCache, cache_argument
+from qat.model import Model
 from qat.quant import Quantized, dequantize, fake_quant_cache, fake_quant_input, max_scale, quantize, to_grid
 from qat.scheme import Scheme, TensorFormat
+from tests.artifacts import config_of
 
 SETTINGS = settings(max_examples=30, deadline=None)
 INT8 = TensorFormat(dtype="int8", group_size=8)
@@ -93,6 +98,22 @@ def test_int8_scales_lie_on_the_grid_and_lose_at_most_half_a_step_but_for_the_en
     error = ((dequantize(q, INT8) - weight).view(9, -1, 8).abs() / q.scale[..., None]).flatten(1)
     assert (error <= 0.5001)[q.codes.abs() < 127].all()
     assert error.max() <= 0.5 + 0.5 + 127.5 * 2**-8  # clipped by half a step and by the rounding of the scale
+
+
+@pytest.mark.parametrize("name", ["mse", "activation", "kl"])
+@pytest.mark.parametrize("fmt", [INT8, TensorFormat(dtype="int8")], ids=str)
+def test_no_int8_range_is_worse_than_the_widest_on_its_own_objective(name: str, fmt: TensorFormat) -> None:
+    module, x, weight = plugins.find("calibrate.range", name), random(8, 200, 64) * 50, random(9, 12, 64)
+    stats = InputStats(module.NEEDS, 64)
+    stats.update(x, torch.ones(200))
+    scale, zero = module.find(weight, fmt, stats, module.Options())
+    assert zero is None and torch.equal(scale, to_grid(scale))
+    hessian = {"mse": torch.eye(64), "activation": (x.T @ x).diag().diag(), "kl": x.T @ x}[name].double()
+    found = Quantized(quantize(weight, scale, None, fmt), scale)
+    ours, plain = (
+        ((e := (dequantize(q, fmt) - weight).double()) @ hessian * e).sum(-1) for q in (found, rtn(weight, fmt))
+    )
+    assert (ours <= plain * (1 + 1e-2)).all() and ours.sum() <= plain.sum() * (1 + 1e-6)
 
 
 @SETTINGS
@@ -214,3 +235,48 @@ def test_the_fp8_scale_of_nothing_is_not_zero() -> None:
     assert max_scale(torch.zeros(1), BLOCKS) > 0
     q = rtn(torch.zeros(3, 130), BLOCKS)
     assert not dequantize(q, BLOCKS).any()
+
+
+def model() -> Model:
+    return Model(config_of("llama"), Meta())
+
+
+class Meta:
+    """A source of no tensors: what is checked here looks at shapes only."""
+
+    def names(self) -> list[str]:
+        return []
+
+    def get(self, name: str) -> Tensor:
+        raise KeyError(name)
+
+
+def test_overrides_that_split_what_engines_fuse_are_refused_before_any_work() -> None:
+    mlp = {"*.gate_proj": {"dtype": "int8"}, "*.up_proj": {"dtype": "int8"}}
+    good = {"weights": {"group_size": 32}, "overrides": mlp}
+    found = check.formats(model(), Scheme.model_validate(good))
+    assert {str(found[f"model.layers.{i}.mlp.up_proj"]) for i in range(2)} == {"int8-channel"}
+    bad = {"weights": {"group_size": 32}, "overrides": {"model.layers.1.*v_proj": {"dtype": "int8"}}}
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.self_attn\.v_proj would be int8-channel, .*q_proj int4-g32.*one linear"
+    ):
+        check.formats(model(), Scheme.model_validate(bad))
+
+
+def test_skipping_part_of_what_engines_fuse_is_refused() -> None:
+    arch = model().arch
+    check.whole_groups(
+        arch, 2, Scheme.model_validate({"skip": ["*.down_proj", "*.0.*q_proj", "*.0.*k_proj", "*.0.*v_proj"]})
+    )
+    with pytest.raises(
+        ValueError, match=r"leaves mlp\.up_proj of block 1 .*mlp\.gate_proj, mlp\.up_proj as one linear"
+    ):
+        check.whole_groups(arch, 2, Scheme.model_validate({"skip": ["model.layers.1.mlp.up_proj"]}))
+
+
+def test_blocks_need_no_whole_number_of_them() -> None:
+    scheme = {"weights": {**FP8, "per": "block"}, "inputs": {**FP8, "per": "group", "group_size": 128, "dynamic": True}}
+    assert len(check.formats(model(), Scheme.model_validate(scheme))) == 14
+    wrong = Scheme.model_validate({"weights": {"dtype": "int8", "group_size": 40}})
+    with pytest.raises(ValueError, match=r"(?s)group size does not fit.*dtype: int8, group_size: 64"):
+        check.formats(model(), wrong)

@@ -1,4 +1,4 @@
-"""int8, w8a8, fp8 blocks, KV-cache scales: what the gate computes, against Hugging Face's forward, and what it finds."""
+"""int8, w8a8, fp8 blocks, KV-cache scales: what the gate computes, against Hugging Face's forward, and finds."""
 
 from __future__ import annotations
 
