@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from calibrate import table
 from calibrate.inputs import InputStats
+from calibrate.kv import KvRecorder
 from calibrate.range import max as widest
 from calibrate.round import nearest
 from calibrate.rows import at
 from calibrate.task import Batches, BlockTask
 from qat.artifact import block_tensors, save_tensors
 from qat.model import Model
-from qat.quant import Quantized, dequantize, max_scale, to_grid
+from qat.quant import Quantized, dequantize, to_grid
 from qat.scheme import Scheme, Section, TensorFormat
 
 FEW_TOKENS = 64  # a linear that saw fewer (an expert that is seldom chosen) is rounded without statistics
@@ -192,8 +193,21 @@ class Block:
     def _input_scale(self, stats: InputStats | None) -> Tensor | None:
         if self.scheme.inputs is None or self.scheme.inputs.dynamic:
             return None
-        assert stats is not None and stats.amax is not None
-        return max_scale(stats.amax.amax().view(1), self.scheme.inputs)
+        assert stats is not None and stats.histogram is not None
+        method = self.methods["inputs"]
+        if not stats.histogram.num_samples:  # an expert that was never chosen; it takes that of the others
+            return torch.zeros(1)
+        return method.module.find_input(stats.histogram, self.scheme.inputs, method.options)
+
+    def scale_cache(self, recorder: KvRecorder) -> None:
+        """Static scales of the block's part of the KV cache."""
+        assert self.scheme.kv_cache is not None
+        recorder.reduce()
+        method = self.methods["inputs"]
+        with self.seconds.of("range"):
+            (found,) = recorder.scales(method.module.find_input, self.scheme.kv_cache, method.options).values()
+        attention = f"{self.model.arch.blocks}.{self.index}.self_attn"
+        self.stored |= {f"{attention}.{name}": scale for name, scale in found._asdict().items()}
 
     def _share_input_scales(self) -> None:
         """One static input scale for all experts, as engines have it: the widest of those that saw enough tokens."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
+from qat.arch import Arch
 from qat.model import Model
 from qat.scheme import Scheme, TensorFormat, matches
 
@@ -14,11 +15,13 @@ SMALLEST_OFFERED = 8  # group sizes under this are not offered: a scale would co
 def formats(model: Model, scheme: Scheme) -> dict[str, TensorFormat]:
     """The format of every linear that the scheme covers, by full name, in the order they run.
 
-    Raises ValueError for a pattern of the scheme that names nothing, for a scheme that leaves nothing to quantize, and
-    for group sizes that do not divide a layer's inputs (all layers at once).
+    Raises ValueError for a pattern of the scheme that names nothing, for a scheme that leaves nothing to quantize, for
+    overrides that give linears which share an input different formats, and for group sizes that do not divide a layer's
+    inputs (all layers at once).
     """
     linears = [name for index in range(len(model.blocks)) for name in model.arch.block_linears(index)]
     known = [*linears, model.arch.head, model.arch.embed]
+    known += [name for index in range(len(model.blocks)) for name in model.arch.block_routers(index)]
     for what, patterns in (("skip", scheme.skip), ("overrides", tuple(scheme.overrides))):
         for pattern in patterns:
             if not any(matches(pattern, name) for name in known):
@@ -29,15 +32,51 @@ def formats(model: Model, scheme: Scheme) -> dict[str, TensorFormat]:
     found = {name: fmt for name in linears if (fmt := scheme.format_of(name)) is not None}
     if not found:
         raise ValueError("scheme.skip leaves no linear to quantize; narrow its patterns")
+    _check_shared(model, found)
     _check_group_sizes(found, {name: model.root.get_submodule(name).in_features for name in found})
     return found
+
+
+def whole_groups(arch: Arch, num_blocks: int, scheme: Scheme) -> None:
+    """Raise ValueError when the scheme leaves some but not all linears that share an input as they are.
+
+    For export formats whose engines run them as one linear: any but dense.
+    """
+    for index in range(num_blocks):
+        for names in arch.fused(index):
+            kept = [name for name in names if scheme.format_of(name) is None]
+            if 0 < len(kept) < len(names):
+                raise ValueError(
+                    f"scheme.skip leaves {', '.join(kept)} as they are, but engines run {listed(names)} as one; skip "
+                    "all of them or none, or export dense only"
+                )
+
+
+def _check_shared(model: Model, found: Mapping[str, TensorFormat]) -> None:
+    """Engines run linears that share an input as one, and all experts of a block: one format for all of them."""
+    for index in range(len(model.blocks)):
+        for fused in model.arch.fused(index):
+            names = [name for name in fused if name in found]
+            other = next((name for name in names if found[name] != found[names[0]]), None)
+            if other:
+                leaves = dict.fromkeys(f"'*.{name.rpartition('.')[2]}'" for name in names)
+                raise ValueError(
+                    f"scheme.overrides: {other} would be {found[other]}, {names[0]} {found[names[0]]}, but engines run "
+                    f"{listed(fused)} as one; give them the same format, e.g. {' and '.join(leaves)}"
+                )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The last parts of module names, the middle left out when there are many."""
+    leaves = [name.rpartition(".")[2] for name in names]
+    return ", ".join(leaves) if len(leaves) < 5 else f"{names[0]} ... {names[-1]}"
 
 
 def _check_group_sizes(found: Mapping[str, TensorFormat], inputs: Mapping[str, int]) -> None:
     wrong: dict[tuple[int, int], list[str]] = {}
     for name, fmt in found.items():
         size = fmt.group_of(inputs[name])
-        if inputs[name] % size or (fmt.is_int and inputs[name] % 2):
+        if fmt.per != "block" and (inputs[name] % size or (fmt.bits == 4 and inputs[name] % 2)):
             wrong.setdefault((size, inputs[name]), []).append(name)
     if not wrong:
         return
@@ -48,13 +87,14 @@ def _check_group_sizes(found: Mapping[str, TensorFormat], inputs: Mapping[str, i
     for width in set(inputs.values()):
         offers &= set(_divisors(width))
     sizes = ", ".join(map(str, sorted(offers, reverse=True))) or f"none of {SMALLEST_OFFERED} or more"
-    example = next(iter(wrong.values()))[0].split(".")[-1]
-    own = next(iter(_divisors(next(iter(wrong))[1])), 2)
+    first = next(iter(wrong.values()))[0]
+    example = first.split(".")[-1]
+    own = f"{{dtype: {found[first].dtype}, group_size: {next(iter(_divisors(next(iter(wrong))[1])), 2)}}}"
     raise ValueError(
         f"the group size does not fit {sum(map(len, wrong.values()))} of {len(found)} linears:\n"
         + "\n".join(lines)
         + f"\nsizes that divide every layer's inputs: {sizes}. Set scheme.weights.group_size to one of them, or give "
-        f"each kind of layer its own, e.g. scheme.overrides: {{'*.{example}': {{dtype: int4, group_size: {own}}}}}"
+        f"each kind of layer its own, e.g. scheme.overrides: {{'*.{example}': {own}}}"
     )
 
 
@@ -64,8 +104,13 @@ def _divisors(width: int) -> list[int]:
 
 
 def methods(found: Mapping[str, TensorFormat], chosen: Mapping[str, tuple[str, ModuleType]]) -> None:
-    """Raise ValueError when a method cannot do a dtype of the scheme. chosen: question -> (plugin name, module)."""
+    """Raise ValueError when a method cannot do a dtype of the scheme. chosen: question -> (plugin name, module).
+
+    `inputs` is not asked: the recipe knows which dtypes its answers do.
+    """
     for question, (name, module) in chosen.items():
+        if question == "inputs":
+            continue
         for dtype in sorted({fmt.dtype for fmt in found.values()} - set(module.DTYPES)):
             way_out = {"range": "max", "round": "nearest", "transform": "none"}[question]
             raise ValueError(f"calibrate.{question}: {name} does not do {dtype}; set it to {way_out} for this scheme")

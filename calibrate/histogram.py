@@ -65,7 +65,9 @@ class Histogram:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Put the counts of all ranks together."""
+        """Put the counts of all ranks together. Nothing to do in one process."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
         dist.all_reduce(self.counts)
         dist.all_reduce(self.amax, dist.ReduceOp.MAX)
 

@@ -33,8 +33,9 @@ from qat.checkpoint import Tensors
 from qat.model import Model
 from qat.parent import side_files
 from qat.scheme import Scheme, Section
+from qat.sections import ANSWERS
 
-QUESTIONS = ("transform", "range", "round")
+QUESTIONS = ("transform", "range", "round", "inputs")
 ACTIVATION_BYTES = 4 * 2**30
 
 
@@ -67,8 +68,8 @@ def run(
     """Quantize a model into the artifact folder `out`; returns metrics. Called on all ranks; rank 0 writes.
 
     config, tensors: of the parent, whose other files (config, tokenizer, licence) lie in the folder `source`. windows:
-    calibration token ids (num_windows, length) int64; None will do when no method looks at inputs. methods:
-    `transform`, `range` and `round`. batch: windows that go through a block together. seed: for methods that draw.
+    calibration token ids (num_windows, length) int64; None will do when no method looks at inputs. methods: for
+    `transform`, `range`, `round`, `inputs`. batch: windows that go through a block together. seed: of what is drawn.
     activation_bytes: of host memory for hidden states; more of them go to disk, beside the blocks. progress: called
     with blocks done, blocks in all, relative error of the last one.
 
@@ -118,7 +119,7 @@ class _Runner:
     ) -> None:
         self.tensors, self.scheme, self.out, self.batch, self.seed = tensors, scheme, out, batch, seed
         self.methods = {
-            question: Chosen(m.name, plugins.find(f"calibrate.{question}", m.name), m.options)
+            question: Chosen(m.name, plugins.find(ANSWERS[question], m.name), m.options)
             for question, m in methods.items()
         }
         rounding = self.methods["round"].module
@@ -147,9 +148,14 @@ class _Runner:
         static = self.scheme.inputs is not None and not self.scheme.inputs.dynamic
         self.transform_needs = frozenset(self.methods["transform"].module.NEEDS)
         needs = set(self.methods["range"].module.NEEDS) | set(self.methods["round"].module.NEEDS)
-        needs |= {"amax"} if static else set()
-        self.looks = bool(needs or self.transform_needs or self.prefix)
+        needs |= {"histogram"} if static else set()
+        self.looks = bool(needs or self.transform_needs or self.prefix or self.scheme.kv_cache)
         self.needs = frozenset(needs | {"second_moment"} if self.looks else needs)  # the table has a use for the latter
+        if "kl_hessian" in needs and self.model.arch.experts:
+            raise ValueError(
+                "calibrate.range: kl does not do mixtures of experts: tokens come to them in another order; "
+                "set it to activation"
+            )
         if not self.looks:
             return
         asked = ", ".join(sorted(needs | self.transform_needs)) or self.methods["round"].name
@@ -241,13 +247,17 @@ class _Runner:
         if self.whole_block:
             stats = streams.watch(index, name, self.needs, move=False)
             block.quantize_whole(stats, partial(self.model.run_block, index), streams.streams, self.seed + index)
-            streams.advance(index, name)
-        elif self.prefix:
-            streams.in_order(index, name, self.needs, block.quantize)
-        else:
-            stats = streams.watch(index, name, self.needs, move=True)
-            for group in block.groups:
-                block.quantize(group, stats[group[0]])
+        with streams.recording(self.scheme.kv_cache is not None) as recorder:
+            if self.whole_block:
+                streams.advance(index, name)
+            elif self.prefix:
+                streams.in_order(index, name, self.needs, block.quantize)
+            else:
+                stats = streams.watch(index, name, self.needs, move=True)
+                for group in block.groups:
+                    block.quantize(group, stats[group[0]])
+        if recorder:
+            block.scale_cache(recorder)
 
 
 def _table_file(index: int) -> str:

@@ -18,12 +18,16 @@ PARTS = 8  # at least, on a CPU: not the number of cores, on which the last bits
 T = TypeVar("T")
 
 
-def each(weight: Tensor, work: Callable[[slice], T], copies: int = 1) -> list[T]:
-    """`work(rows)` for slices that cover the rows of a weight (N, K), in order. copies: of them that `work` holds."""
+def each(weight: Tensor, work: Callable[[slice], T], copies: int = 1, unit: int = 1) -> list[T]:
+    """`work(rows)` for slices that cover the rows of a weight (N, K), in order. copies: of them that `work` holds.
+
+    unit: slices start at its multiples; rows that share one scale.
+    """
     device = weight.device.type
     step = max(1, CHUNK.get(device, CHUNK["cpu"]) // (weight.shape[1] * copies))
     if device == "cpu":
         step = min(step, -(-len(weight) // PARTS))
+    step = -(-step // unit) * unit
     parts = [slice(start, start + step) for start in range(0, len(weight), step)]
     if device != "cpu":
         return [work(part) for part in parts]
@@ -32,17 +36,20 @@ def each(weight: Tensor, work: Callable[[slice], T], copies: int = 1) -> list[T]
 
 
 @overload
-def at(x: Tensor, rows: slice) -> Tensor: ...
+def at(x: Tensor, rows: slice, unit: int = 1) -> Tensor: ...
 
 
 @overload
-def at(x: None, rows: slice) -> None: ...
+def at(x: None, rows: slice, unit: int = 1) -> None: ...
 
 
 @overload
-def at(x: Tensor | None, rows: slice) -> Tensor | None: ...
+def at(x: Tensor | None, rows: slice, unit: int = 1) -> Tensor | None: ...
 
 
-def at(x: Tensor | None, rows: slice) -> Tensor | None:
-    """The rows of a scale or zero point; all of one that every row shares (1, 1)."""
-    return x if x is None or len(x) == 1 else x[rows]
+def at(x: Tensor | None, rows: slice, unit: int = 1) -> Tensor | None:
+    """The rows of a scale or zero point, each for `unit` rows of the weight; all of one that every row shares (1, 1).
+
+    rows: starts at a multiple of `unit`.
+    """
+    return x if x is None or len(x) == 1 else x[rows.start // unit : -(-rows.stop // unit)]

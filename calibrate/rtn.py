@@ -1,6 +1,6 @@
 """The parent with every covered linear rounded to nearest at the widest range: the baseline row of the gate's table.
 
-Nothing is written: each weight is quantized and dequantized when it is asked for. fp8 activations stay as they are.
+Nothing is written: each weight is quantized and dequantized when it is asked for. Activations are the gate's part.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ class Rtn:
             covered = [prefix + other for other in group if scheme.format_of(prefix + other)]
             if prefix + local in covered:
                 self._fused[name] = [f"{other}.weight" for other in covered]
+
+    def covers(self, linear: str) -> bool:
+        """Whether the linear of this full name is rounded."""
+        return f"{linear}.weight" in self._fused
 
     def names(self) -> list[str]:
         return self._parent.names()

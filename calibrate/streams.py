@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from calibrate import sensitivity, staged
 from calibrate.activations import DEVICE_BYTES, Activations
 from calibrate.block import Seconds, put
 from calibrate.inputs import InputStats
+from calibrate.kv import KvRecorder
 from qat.artifact import save_tensors
 from qat.checkpoint import SafetensorsFolder
 from qat.model import Model
@@ -46,6 +48,7 @@ class Streams:
         self.model, self.windows, self.batch, self.groups, self.seconds = model, windows, batch, groups, seconds
         self.host_bytes, self.folder, self.rank = host_bytes, folder, rank
         self.token_weights: SafetensorsFolder | None = None
+        self.recorder: KvRecorder | None = None
         parts = windows.split(batch)
         self.streams = {
             name: Activations(
@@ -88,6 +91,13 @@ class Streams:
             for number in range(len(states)):
                 states[number] = self._checked(index, self.forward(index, states, number))
 
+    @contextmanager
+    def recording(self, wanted: bool) -> Iterator[KvRecorder | None]:
+        """While it lasts, what blocks hand to their cache is counted."""
+        self.recorder = KvRecorder(self.model.device) if wanted else None
+        yield self.recorder
+        self.recorder = None
+
     def pass_by(self, index: int, quantized: Mapping[str, Tensor]) -> None:
         """Move every stream behind a loaded block that has its file already; `quantized`: the tensors in that file."""
         for name in sorted(self.streams):  # the parent's weights are in the module at first
@@ -97,7 +107,8 @@ class Streams:
             self.advance(index, name)
 
     def forward(self, index: int, states: Activations, number: int) -> Tensor:
-        return self.model.run_block(index, states[number])
+        extra = self.recorder.argument(self.model.blocks[index]) if self.recorder else {}
+        return self.model.run_block(index, states[number], **extra)
 
     def _checked(self, index: int, hidden: Tensor) -> Tensor:
         if not torch.isfinite(hidden).all():

@@ -94,10 +94,10 @@ def _relative(q: Quantized, weight: Tensor, fmt: TensorFormat, importance: Tenso
         return (x.square() if importance is None else x.square() * importance).sum().item()
 
     def of(rows: slice) -> tuple[float, float]:
-        part = Quantized(q.codes[rows], at(q.scale, rows), at(q.zero, rows))
+        part = Quantized(q.codes[rows], at(q.scale, rows, fmt.scale_rows), at(q.zero, rows))
         return energy(dequantize(part, fmt) - weight[rows]), energy(weight[rows])
 
-    lost, total = map(sum, zip(*each(weight, of), strict=True))
+    lost, total = map(sum, zip(*each(weight, of, unit=fmt.scale_rows), strict=True))
     return lost / (total or 1.0)
 
 

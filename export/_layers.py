@@ -15,13 +15,14 @@ from safetensors import safe_open
 
 from qat.arch import Arch
 from qat.artifact import OVERLAY, REST, Artifact
-from qat.scheme import TensorFormat
+from qat.scheme import TensorFormat, kind_of
 
 DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
     "U8": torch.uint8,
 }
 
@@ -32,23 +33,22 @@ class Stored(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One quantized linear: `rows` outputs (N), `columns` inputs (K)."""
+    """One quantized linear: `rows` outputs (N), `columns` inputs (K). inputs: how its activations are quantized."""
 
     name: str
     rows: int
     columns: int
     fmt: TensorFormat
+    inputs: TensorFormat | None = None
 
     @property
     def groups(self) -> int:
         """Scales in a row."""
-        return self.columns // self.fmt.group_of(self.columns)
+        return self.fmt.scale_shape(self.rows, self.columns)[1]
 
     @property
     def kind(self) -> str:
-        if self.fmt.is_int:
-            return "int4" if self.fmt.symmetric else "int4-asym"
-        return f"fp8-{self.fmt.per}"
+        return kind_of(self.fmt, self.inputs)
 
 
 def by_number(name: str) -> list[tuple[int, str]]:
@@ -76,12 +76,12 @@ def layers(artifact: Artifact) -> list[Layer]:
     for name in sorted(artifact.formats, key=by_number):
         dtype, (rows, columns) = at[f"{name}.codes"]
         two_per_byte = 2 if dtype == torch.uint8 else 1
-        found.append(Layer(name, rows, columns * two_per_byte, artifact.formats[name]))
+        found.append(Layer(name, rows, columns * two_per_byte, artifact.formats[name], artifact.scheme.inputs))
     return found
 
 
 def check_kinds(format_name: str, layers: Sequence[Layer], holds: Collection[str], mixed_groups: bool) -> None:
-    """The format has a place for every layer's kind, and for several group sizes when there are any."""
+    """The format has a place for every layer's kind, and for several of them or group sizes when there are any."""
     if not layers:
         raise ValueError("no linear is quantized, so there is nothing to export; skip fewer in scheme.skip")
     for layer in layers:
@@ -97,6 +97,15 @@ def check_kinds(format_name: str, layers: Sequence[Layer], holds: Collection[str
                 f"{layer.name} is {layer.fmt} where most have group size {usual}: {format_name} has one for the whole "
                 "model; leave out scheme.overrides or export compressed_tensors"
             )
+
+
+def check_cache(format_name: str, artifact: Artifact) -> None:
+    """Refuse KV-cache scales, for a format whose reader in the engines would drop them without a word."""
+    if artifact.scheme.kv_cache is not None:
+        raise ValueError(
+            f"{format_name} has no place for KV-cache scales, and engines would run the cache at scale 1; set "
+            "scheme.kv_cache to null or export compressed_tensors"
+        )
 
 
 def check_multiples(who: str, layers: Sequence[Layer], rows: int = 1, columns: int = 1) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from export._layers import Layer, by_number, layers, stored
 from export.carrier import Carrier, keep_tokenizer
-from qat.artifact import Artifact
+from qat.artifact import CACHE_SCALES, Artifact
 from qat.checkpoint import INDEX
 from qat.parent import side_files
 
@@ -31,6 +31,7 @@ CODE_OF = {  # in the order in which the library lays tensors out: a wide one fi
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.int8: "I8",
     torch.uint8: "U8",
 }
 
@@ -49,6 +50,13 @@ class Lazy(NamedTuple):
 
 # what is stored for one quantized linear, by suffix, given the serving dtype
 Parts = Callable[[Artifact, Layer, torch.dtype], dict[str, Lazy]]
+# under which name and shape an artifact's KV-cache scale is stored
+Cache = Callable[[str], tuple[str, tuple[int, ...]]]
+
+
+def as_it_is(name: str) -> tuple[str, tuple[int, ...]]:
+    """The `Cache` of a format that stores A.k_scale and A.v_scale as float32 [1]."""
+    return name, (1,)
 
 
 def exactly(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
@@ -67,6 +75,10 @@ def _exact_raw(artifact: Artifact, name: str, dtype: torch.dtype) -> Tensor:
     return exactly(artifact.raw(name), dtype, name)
 
 
+def _viewed(artifact: Artifact, name: str, shape: tuple[int, ...]) -> Tensor:
+    return artifact.raw(name).view(shape)
+
+
 def write_checkpoint(
     artifact: Artifact,
     out: Path,
@@ -74,20 +86,22 @@ def write_checkpoint(
     shard_bytes: int,
     parts: Parts,
     quantization: dict[str, Any] | None,
+    cache: Cache = as_it_is,
 ) -> None:
     """Write weights, config, generation config, tokenizer and licence into the folder `out`.
 
-    quantization: the `quantization_config` of config.json, if any. Bytes depend on nothing but the arguments' content.
+    quantization: the `quantization_config` of config.json, if any. cache: where KV-cache scales go. Bytes depend
+    on nothing but the arguments' content.
     """
     out.mkdir(parents=True, exist_ok=True)
-    write_weights(tensors(artifact, carrier, parts), out, shard_bytes)
+    write_weights(tensors(artifact, carrier, parts, cache), out, shard_bytes)
     for path in side_files(artifact.path):
         shutil.copyfile(path, out / path.name)
     write_json(carrier.config | ({"quantization_config": quantization} if quantization else {}), out / "config.json")
     keep_tokenizer(carrier, artifact.path, out)
 
 
-def tensors(artifact: Artifact, carrier: Carrier, parts: Parts) -> dict[str, Lazy]:
+def tensors(artifact: Artifact, carrier: Carrier, parts: Parts, cache: Cache = as_it_is) -> dict[str, Lazy]:
     """Every tensor of the checkpoint: packed linears, biases (zeros where a slot has none), the rest as it is."""
     at, dtype = stored(artifact), carrier.dtype
     found: dict[str, Lazy] = {}
@@ -103,7 +117,10 @@ def tensors(artifact: Artifact, carrier: Carrier, parts: Parts) -> dict[str, Laz
     for name in at.keys() - hidden:
         if name == carrier.tied_head:  # engines tie it themselves; vLLM unties a head that it finds in the file
             continue
-        if name.endswith(".bias"):
+        if name.endswith(CACHE_SCALES):
+            place, shape = cache(name)
+            found[place] = Lazy(torch.float32, shape, partial(_viewed, artifact, name, shape))
+        elif name.endswith(".bias"):
             found[name] = Lazy(dtype, at[name].shape, partial(_exact_raw, artifact, name, dtype))
         else:
             found[name] = Lazy(*at[name], partial(artifact.raw, name))

@@ -13,6 +13,7 @@ from export.carrier import Carrier, carrier
 from qat import plugins
 from qat.arch import Arch, arch_of
 from qat.artifact import Artifact
+from qat.scheme import Scheme
 
 
 def run(
@@ -48,6 +49,14 @@ def loads(engine: str, format_name: str, kinds: Collection[str] = ()) -> bool:
     """Whether `engine` loads `format_name` holding `kinds` (of `Scheme.kinds`)."""
     table = plugins.literal("export.engines", engine, "LOADS")
     return format_name in table and set(kinds) <= table[format_name]
+
+
+def loaders(engines: Collection[str], format_name: str, scheme: Scheme) -> list[str]:
+    """Those of `engines` that load a model of this scheme in `format_name`, its KV-cache scales included."""
+    able = [engine for engine in engines if loads(engine, format_name, scheme.kinds)]
+    if scheme.kv_cache is None:
+        return able
+    return [engine for engine in able if format_name in plugins.literal("export.engines", engine, "KV_CACHE")]
 
 
 def biased(artifact: Artifact, arch: Arch) -> set[str]:

@@ -28,6 +28,10 @@ def check(export: Export, engines: Collection[str]) -> Iterator[Fault]:
         if name.removesuffix(".weight") not in quantized:
             yield from _plain(export, name, shape)
     yield from _head(export)
+    if export.has_cache_scales():
+        for index in range(export.config.num_hidden_layers):
+            known |= set(export.cache_names(index))
+            yield from _cache(export, index)
     tied = {f"{export.arch.head}.weight"} if export.config.tie_word_embeddings else set()
     for name in sorted(export.stored.keys() - known - slots - tied):
         rule = f"{export.arch.class_name} in {export.format} has no tensor of that name"
@@ -76,6 +80,18 @@ def _plain(export: Export, name: str, shape: tuple[int, ...]) -> Iterator[Fault]
         yield Fault("shape", name, f"shape {entry.shape}", f"the config says {shape}", "make config and tensors agree")
     if entry.dtype not in FLOATS:
         yield Fault("dtype", name, f"dtype {entry.dtype}", f"an unquantized tensor is {', '.join(FLOATS)}", AGAIN)
+
+
+def _cache(export: Export, index: int) -> Iterator[Fault]:
+    for name in export.cache_names(index):
+        entry = export.stored.get(name)
+        if entry is None:
+            yield Fault(
+                "missing", name, "missing", "the config declares an fp8 KV cache: engines run it at scale 1", AGAIN
+            )
+        elif entry.dtype != "F32" or entry.shape not in ((), (1,)):
+            rule = "a KV-cache scale is one float32 value"
+            yield Fault("shape", name, f"{entry.dtype} {entry.shape}", rule, AGAIN)
 
 
 def _head(export: Export) -> Iterator[Fault]:
@@ -134,3 +150,8 @@ def _choice(export: Export, linears: list[str]) -> Iterator[Fault]:
             if plain and len(plain) < len(names):
                 rule = f"engines fuse {names[0]} ... {names[-1].rpartition('.')[2]}: all or none"
                 yield Fault("fused", plain[0], "not quantized", rule, "skip all of them or none")
+            ways = {name: export.stored_as(name) for name in names if name in export.linears}
+            if len(set(ways.values())) > 1:
+                what = ", ".join(f"{name.rpartition('.')[2]} {way}" for name, way in ways.items())
+                rule = f"engines fuse {', '.join(names)}: one format for all"
+                yield Fault("fused", names[0], what, rule, "give them the same scheme.overrides")

@@ -1,6 +1,6 @@
 """Stored values: finite, usable as the engine loads them, and equal to their source. One tensor in memory at a time.
 
-int4 codes and zero points need no range check: they are read from four bits, which hold 0..15 and nothing else.
+Integer codes and zero points need no range check: every pattern of their bits is one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def check(export: Export) -> Iterator[Fault]:
     for name, entry in export.stored.items():
         owner, _, part = name.rpartition(".")
         if owner in export.linears and part in ("scales", "weight_scale", "input_scale"):
-            yield from _scale(name, export.raw(name), None if export.is_fp8(owner) else serving)
+            yield from _scale(name, export.raw(name), None if export.keeps_float32(owner) else serving)
+        elif part in ("k_scale", "v_scale"):
+            yield from _scale(name, export.raw(name), None)
         elif entry.dtype.startswith(("F", "BF")):
             value = export.raw(name)
             yield from _finite(name, value)
@@ -103,6 +105,19 @@ def compare(export: Export, artifact: Artifact) -> Iterator[Fault]:
         ours, theirs = export.input_quant(name), artifact.optional(f"{name}.input_scale")
         if isinstance(ours, Tensor) and theirs is not None:
             yield from _equal(f"{name}.input_scale", ours.flatten(), theirs.flatten())
+    yield from _compare_caches(export, artifact)
+
+
+def _compare_caches(export: Export, artifact: Artifact) -> Iterator[Fault]:
+    if export.has_cache_scales() != (artifact.scheme.kv_cache is not None):
+        what = f"{'declares' if export.has_cache_scales() else 'does not declare'} KV-cache scales"
+        yield Fault("source", "config.json", what, "the artifact says otherwise", AGAIN)
+        return
+    for index in range(export.config.num_hidden_layers):
+        ours = export.cache_scales(index)
+        theirs = artifact.cache_scales(f"{export.arch.blocks}.{index}.self_attn")
+        for name, mine, source in zip(export.cache_names(index), ours or (), theirs or (), strict=False):
+            yield from _equal(name, mine, source)
 
 
 def _equal(name: str, ours: Tensor, theirs: Tensor, rule: str = "it must equal its source exactly") -> Iterator[Fault]:

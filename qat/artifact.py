@@ -1,12 +1,14 @@
 """The folder that passes between stages: integer codes, scales, zero points, biases and every untouched parameter.
 
-    block-00000.safetensors ...   one file per decoder block: X.codes X.scale [X.zero] [X.input_scale] [X.bias], norms
+    block-00000.safetensors ...   one file per decoder block: X.codes X.scale [X.zero] [X.input_scale] [X.bias], norms,
+                                  [A.k_scale A.v_scale]
     rest.safetensors              embeddings, final norm, head
     overlay.safetensors           (after training) scales and biases that replace those of the blocks
     artifact.json                 scheme, linears and their formats, architecture config
     config.json tokenizer ...     copied from the parent
 
-int4 codes lie two per byte (`quant.pack_nibbles`). Full-precision weights are not copied.
+int4 codes lie two per byte (`quant.pack_nibbles`, uint8), int8 and fp8 codes one. Static scales of an fp8 KV cache are
+float32 (1,): A.k_scale and A.v_scale of each attention A. Full-precision weights are not copied.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from qat.quant import Quantized, dequantize, pack_nibbles, unpack_nibbles
 from qat.scheme import Scheme, TensorFormat
 
 REST, OVERLAY, META = "rest.safetensors", "overlay.safetensors", "artifact.json"
+CACHE_SCALES = (".k_scale", ".v_scale")
 
 
 def block_file(index: int) -> str:
@@ -67,7 +70,7 @@ def block_tensors(name: str, q: Quantized, input_scale: Tensor | None, bias: Ten
 def read_block(file: Path, formats: dict[str, TensorFormat]) -> dict[str, Tensor]:
     """The tensors of one block file as in a plain checkpoint: dequantized weights, norms, biases."""
     tensors = SafetensorsFolder(file.parent, [file.name])
-    found = {name: tensors.get(name) for name in tensors.names()}
+    found = {name: tensors.get(name) for name in tensors.names() if not name.endswith(CACHE_SCALES)}
     for linear in [name.removesuffix(".codes") for name in found if name.endswith(".codes")]:
         codes, scale, zero = (found.pop(f"{linear}.{part}", None) for part in ("codes", "scale", "zero"))
         found.pop(f"{linear}.input_scale", None)
@@ -117,7 +120,14 @@ class Artifact:
     def names(self) -> list[str]:
         """Names as in a plain Hugging Face checkpoint, biases included."""
         hidden = {f"{n}.{part}" for n in self.formats for part in ("codes", "scale", "zero", "input_scale")}
+        hidden |= {name for name in self._names if name.endswith(CACHE_SCALES)}
         return sorted((self._names - hidden) | {f"{n}.weight" for n in self.formats})
+
+    def cache_scales(self, attention: str) -> tuple[Tensor, Tensor] | None:
+        """The static KV-cache scales (1,) of an attention module, by its full name, or None."""
+        if self.scheme.kv_cache is None:
+            return None
+        return self.raw(f"{attention}.k_scale"), self.raw(f"{attention}.v_scale")
 
     def get(self, name: str) -> Tensor:
         owner = name.removesuffix(".weight")

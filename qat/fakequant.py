@@ -7,13 +7,14 @@ dequantized once; no gradient of the weight is ever formed for bias training.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.quant import Quantized, dequantize, fake_quant_input, grouped, signed_codes
+from qat.quant import Quantized, dequantize, fake_quant_cache, fake_quant_input, grouped, signed_codes
 from qat.scheme import TensorFormat
 
 
@@ -30,15 +31,62 @@ class OnGrid(torch.autograd.Function):
 
 
 class FakeQuantInput(torch.autograd.Function):
-    """fp8 activations as the engine sees them; the gradient passes unchanged."""
+    """Activations as the engine sees them; the gradient passes unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, input_scale: Tensor | None) -> Tensor:
-        return fake_quant_input(x, input_scale)
+    def forward(ctx: Any, x: Tensor, fmt: TensorFormat, input_scale: Tensor | None) -> Tensor:
+        return fake_quant_input(x, fmt, input_scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+class FakeQuantCache(torch.autograd.Function):
+    """Keys or values as they come back from an fp8 KV cache; the gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        return fake_quant_cache(x, scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class QuantizedCache:
+    """Stands in for the cache that transformers hands an attention module: keeps nothing, rounds what is put in.
+
+    k_scale, v_scale: float32 (1,). Attention puts keys in after the rotary embedding, as they are stored.
+    """
+
+    def __init__(self, k_scale: Tensor, v_scale: Tensor) -> None:
+        self.k_scale, self.v_scale = k_scale, v_scale
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return FakeQuantCache.apply(keys, self.k_scale), FakeQuantCache.apply(values, self.v_scale)
+
+    def attach(self, attention: nn.Module) -> None:
+        """Let every call of an attention module use this cache."""
+        attention.register_forward_pre_hook(self._put, with_kwargs=True)
+
+    def _put(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, cache_argument(module): self}
+
+
+def cache_argument(attention: nn.Module) -> str:
+    """What an attention module of transformers calls the cache it is given; a name it does not know is ignored there.
+
+    Raises ValueError when it takes none that is known.
+    """
+    names = inspect.signature(attention.forward).parameters
+    for name in ("cache", "past_key_values"):  # since 5.24, and before
+        if name in names:
+            return name
+    raise ValueError(
+        f"{type(attention).__name__} takes no cache under a known name ({', '.join(names)}); its keys and values "
+        "cannot be seen or rounded: set scheme.kv_cache to null"
+    )
 
 
 class ScaledCodes(torch.autograd.Function):
@@ -67,7 +115,7 @@ class CompensatedLinear(nn.Module):
     def __init__(self, q: Quantized, fmt: TensorFormat, learn_scale: bool, dtype: torch.dtype) -> None:
         super().__init__()
         if learn_scale and not fmt.is_int:
-            raise ValueError(f"train.learn.scale trains int4 group scales; {fmt} has none: learn the bias only")
+            raise ValueError(f"train.learn.scale trains int4 and int8 scales; {fmt} has none: learn the bias only")
         self.codes: Tensor | None = None
         self.weight: Tensor | None = None
         if learn_scale:
@@ -76,11 +124,11 @@ class CompensatedLinear(nn.Module):
             self.weight = dequantize(q, fmt).to(dtype)
         self.scale: Tensor | None = None
         self.bias: Tensor | None = None
-        self.quantized_input = False
+        self.input_format: TensorFormat | None = None
         self.input_scale: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.quantized_input:
-            x = FakeQuantInput.apply(x, self.input_scale)
+        if self.input_format is not None:
+            x = FakeQuantInput.apply(x, self.input_format, self.input_scale)
         weight: Any = self.weight if self.codes is None else ScaledCodes.apply(self.codes, self.scale)
         return F.linear(x, weight, self.bias)

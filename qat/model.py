@@ -204,9 +204,9 @@ class Model:
         cap = getattr(self.config, "final_logit_softcapping", None)
         return (torch.tanh(logits / cap) * cap if cap else logits).float()
 
-    def run_block(self, index: int, hidden: Tensor) -> Tensor:
-        """One loaded block on (batch, length, hidden)."""
-        return self.blocks[index](hidden, **self.kwargs(hidden.shape[1])[index])
+    def run_block(self, index: int, hidden: Tensor, **extra: Any) -> Tensor:
+        """One loaded block on (batch, length, hidden). extra: keyword arguments of the block beside the usual ones."""
+        return self.blocks[index](hidden, **(self.kwargs(hidden.shape[1])[index] | extra))
 
     @torch.no_grad()
     def hidden(self, windows: Tensor, batch: int = 8) -> Iterator[Tensor]:

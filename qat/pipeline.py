@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate import PartialState
 
+import calibrate.check
 import calibrate.observe
 import export.release
 import export.stage
@@ -29,6 +30,8 @@ def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     job.check_texts()
     recipe, parent = job.recipe_of(job.steps[index]), job.parent
     methods = {question: getattr(recipe.calibrate, question) for question in calibrate.observe.QUESTIONS}
+    if set(recipe.export.formats) - {"dense"}:
+        calibrate.check.whole_groups(parent.arch, parent.config.num_hidden_layers, recipe.scheme)
     with report.Steps("calibrate", total=parent.config.num_hidden_layers, unit="block") as steps:
         return calibrate.observe.run(
             parent.config,
@@ -118,7 +121,14 @@ def states_of(job: Job) -> list[gate.stage.State]:
                 key = manifest.digest(["rtn", recipe.scheme.model_dump()])
                 states.append(
                     gate.stage.State(
-                        baseline, key, parent.config, rtn, parent.folder, str(recipe.scheme), baseline=baseline
+                        baseline,
+                        key,
+                        parent.config,
+                        rtn,
+                        parent.folder,
+                        str(recipe.scheme),
+                        gate.stage.dynamic_inputs(recipe.scheme, rtn.covers),
+                        baseline=baseline,
                     )
                 )
         seconds = stage.manifest["seconds"]
@@ -136,7 +146,7 @@ def exports_of(job: Job) -> list[gate.stage.Exported]:
         if step.format is None:
             continue
         stage, recipe = job.made[index], job.recipe_of(step)
-        loaders = [e for e in recipe.export.engines if export.stage.loads(e, step.format)]
+        loaders = export.stage.loaders(recipe.export.engines, step.format, recipe.scheme)
         baseline = label(step.variant, "rtn") if recipe.scheme.weights.is_int else None
         exports.append(
             gate.stage.Exported(
@@ -190,7 +200,7 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
                 "rows": [row for row in verdict["table"] if row["state"] in shown],
                 "data": job.root,
             }
-            loaders = [e for e in recipe.export.engines if export.stage.loads(e, step.format)]
+            loaders = export.stage.loaders(recipe.export.engines, step.format, recipe.scheme)
             title = f"{Path(job.parent.name).name}-{name.replace('/', '-')}"
             export.release.release(job.made[index].path / step.format, out / name, title, loaders, facts)
         return {"exports": sorted(verdict["exports"])}

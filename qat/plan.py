@@ -39,12 +39,12 @@ class Needs:
 def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = False) -> Needs:
     """The needs of one stage of a variant's recipe.
 
-    With N weights in linears, R other parameters, g inputs per scale, c bytes per code (int4 1/2, fp8 1), a bytes per
-    number while computing (4 for float32), h hidden size, V vocabulary, T tokens in all, m = micro_batch x length,
-    P = N + V h multiplied weights:
+    With N weights in linears, R other parameters, g weights per scale, c bytes per code (int4 1/2, int8 and fp8 1; the
+    largest where overrides mix), a bytes per number while computing (4 for float32), h hidden size, V vocabulary, T
+    tokens in all, m = micro_batch x length, P = N + V h multiplied weights:
 
     disk    calibrate  N c + 5 N / g + 2 R                    train   16 N / g: scales and their optimizer state
-            export     N c + 2.5 N / g + 2 R, dense 2 (N + R), dense and asymmetric 4 (N + R)
+            export     N c + 2.5 N / g + 2 R, dense 2 (N + R), dense not of symmetric int4 4 (N + R)
             gate, release 0: measurements; hard links
     memory  0.6 GB for the process, and
             calibrate  the largest block and R at a, hidden states T h a for one or two streams (what is over
@@ -54,8 +54,9 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
     time    calibrate 6 N T, train 10 P T (teacher, forward, recomputed forward, backward), gate 2 P T (1 + formats),
             at `rate` operations a second; hashing and writing 0.3 GB a second
     """
-    weights = recipe.scheme.weights
-    code, group = weights.bits / 8, weights.group_of(max(model.hidden, 1))
+    formats = recipe.scheme.formats
+    code = max(fmt.bits for fmt in formats) / 8
+    group = min(fmt.scale_rows * fmt.group_of(max(model.hidden, 1)) for fmt in formats)
     a = 2 if recipe.compute.dtype == "bfloat16" or (on_gpu and recipe.compute.dtype == "auto") else 4
     linear, rest, blocks = model.linear, model.rest, model.num_blocks
     if step.name == "calibrate":
@@ -74,7 +75,7 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
     if step.name == "export":
         disk = linear * code + 2.5 * linear / group + 2 * rest
         if step.format == "dense":
-            disk = (2.0 if weights.symmetric else 4) * model.total
+            disk = (2.0 if recipe.scheme.kinds == {"int4"} else 4) * model.total
         return _needs(disk, 4 * model.largest_block + 2 * rest, 0, rate)
     text = recipe.data.evaluation
     if step.name == "gate" and text:

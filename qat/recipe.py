@@ -145,18 +145,19 @@ class Recipe(Section):
 
 
 def _without_effect(scheme: Scheme, calibrate: Calibrate, train: Train | None) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(path, problem) for methods and learnables that the scheme's dtype has no use for."""
-    dtype = scheme.weights.dtype
+    """(path, problem) for methods and learnables that a dtype of the scheme has no use for."""
+    dtypes = {fmt.dtype for fmt in scheme.formats}
     for question in ("transform", "range", "round"):
         package, chosen = f"calibrate.{question}", getattr(calibrate, question).name
-        if dtype not in plugins.literal(package, chosen, "DTYPES"):
-            able = [name for name in plugins.names(package) if dtype in plugins.literal(package, name, "DTYPES")]
+        for dtype in sorted(dtypes - set(plugins.literal(package, chosen, "DTYPES"))):
+            able = [name for name in plugins.names(package) if dtypes <= set(plugins.literal(package, name, "DTYPES"))]
             yield ("calibrate", question), f"{chosen} does not do {dtype}; these do: {_listed(able)}"
     yield from _inputs_without_effect(scheme, calibrate.inputs.name)
     if train and "scale" in train.learn and not scheme.weights.is_int:
         yield (
             ("train", "learn", "scale"),
-            f"trains the group scales of int4, and {dtype} has none; set train.learn.scale to null, or train to null",
+            f"trains the scales of int4 and int8, and {scheme.weights.dtype} has none of the kind; set "
+            "train.learn.scale to null, or train to null",
         )
 
 
@@ -180,14 +181,19 @@ def _misfits(scheme: Scheme, export: Export) -> Iterator[tuple[str, str]]:
 
     def holds(name: str) -> bool:
         kinds, mixed = (plugins.literal("export.formats", name, constant) for constant in ("HOLDS", "MIXED_GROUPS"))
-        return scheme.kinds <= kinds and (mixed or not scheme.mixed_groups)
+        cache = scheme.kv_cache is None or plugins.literal("export.formats", name, "KV_CACHE")
+        return scheme.kinds <= kinds and (mixed or not scheme.mixed_groups) and cache
 
-    what = " and ".join(sorted(scheme.kinds)) + (" with several group sizes" if scheme.mixed_groups else "")
+    several = scheme.mixed_groups and len(scheme.kinds) == 1
+    what = " and ".join(sorted(scheme.kinds)) + (" with several group sizes" if several else "")
+    what += " with KV-cache scales" if scheme.kv_cache else ""
     able = [name for name in plugins.names("export.formats") if holds(name)]
     loads = {}  # dense is a plain checkpoint, which every engine loads
     for engine in plugins.names("export.engines"):
         table = plugins.literal("export.engines", engine, "LOADS")
         loads[engine] = {name for name in able if name == "dense" or scheme.kinds <= set(table.get(name, ()))}
+        if scheme.kv_cache:
+            loads[engine] &= plugins.literal("export.engines", engine, "KV_CACHE")
     for name in export.formats:
         if name not in able:
             yield "formats", f"{name} cannot hold {what}; these can: {_listed(able)}"

@@ -52,15 +52,19 @@ def problems(title: str, lines: list[InitErrorDetails]) -> ValidationError:
     return ValidationError.from_exception_data(title, lines)
 
 
+BLOCK = 128  # rows and columns of a block of weights that share one fp8 scale
+
+
 class TensorFormat(Section):
     """How one weight or activation tensor is stored.
 
     `per` says which values share one scale: the whole `tensor`, one output `channel` of a weight, a `group` of
-    `group_size` consecutive inputs of one output channel, or one `token` of an activation.
+    `group_size` consecutive inputs of one output channel or token, a `block` of 128 x 128 weights, or one `token` of an
+    activation.
     """
 
-    dtype: Literal["int4", "fp8_e4m3"] = Field("int4", description="type of a code")
-    per: Literal["tensor", "channel", "group", "token"] | None = Field(
+    dtype: Literal["int4", "int8", "fp8_e4m3"] = Field("int4", description="type of a code")
+    per: Literal["tensor", "channel", "group", "block", "token"] | None = Field(
         None, description="which values share a scale; group or channel when left out, by group_size"
     )
     group_size: int | None = Field(None, gt=0, description="inputs that share a scale")
@@ -78,12 +82,12 @@ class TensorFormat(Section):
     def _check(self) -> TensorFormat:
         if (self.per == "group") != (self.group_size is not None):
             raise ValueError("group_size goes with per: group, and only with it")
-        if self.dtype == "fp8_e4m3" and not self.symmetric:
-            raise ValueError("fp8_e4m3 has no zero point; leave symmetric at true")
-        if self.dtype == "fp8_e4m3" and self.per == "group":
-            raise ValueError("fp8_e4m3 takes per: tensor, channel or token, not a group_size")
-        if self.dtype == "int4" and self.per in ("tensor", "token"):
+        if self.dtype != "int4" and not self.symmetric:
+            raise ValueError(f"{self.dtype} has no zero point here; leave symmetric at true")
+        if self.dtype == "int4" and self.per not in ("group", "channel"):
             raise ValueError(f"int4 takes per: group or channel, not {self.per}")
+        if self.dtype == "int8" and self.per not in ("group", "channel", "token"):
+            raise ValueError(f"int8 takes per: group, channel or token, not {self.per}")
         return self
 
     @property
@@ -92,15 +96,43 @@ class TensorFormat(Section):
 
     @property
     def bits(self) -> int:
-        return {"int4": 4, "fp8_e4m3": 8}[self.dtype]
+        return {"int4": 4, "int8": 8, "fp8_e4m3": 8}[self.dtype]
+
+    @property
+    def scale_rows(self) -> int:
+        """Outputs of a weight that share one scale, but for `per: tensor`: 128 for blocks, else 1."""
+        return BLOCK if self.per == "block" else 1
 
     def group_of(self, in_features: int) -> int:
-        """Inputs that share one scale in a row of `in_features` inputs."""
-        return self.group_size or in_features
+        """Inputs that share one scale in a row of `in_features` inputs; a block's last group may have fewer."""
+        return BLOCK if self.per == "block" else self.group_size or in_features
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of the scale of a weight (rows, columns)."""
+        if self.per == "tensor":
+            return 1, 1
+        return -(-rows // self.scale_rows), -(-columns // self.group_of(columns))
 
     def __str__(self) -> str:
         grain = f"g{self.group_size}" if self.per == "group" else str(self.per)
         return f"{self.dtype}-{grain}{'' if self.symmetric else '-asym'}{'-dynamic' if self.dynamic else ''}"
+
+
+# what engines run beside quantized activations: (dtype, weights per) -> inputs (per, group size, dynamic)
+PAIRS = {
+    ("int8", "channel"): ("token", None, True),
+    ("fp8_e4m3", "channel"): ("token", None, True),
+    ("fp8_e4m3", "tensor"): ("tensor", None, False),
+    ("fp8_e4m3", "block"): ("group", BLOCK, True),
+}
+
+
+def kind_of(weights: TensorFormat, inputs: TensorFormat | None) -> str:
+    """What an export format must be able to hold for a linear: int4, int4-asym, int8, w8a8, fp8-channel, fp8-tensor or
+    fp8-block. w8a8 is int8 in weights and inputs."""
+    if weights.dtype == "int8":
+        return "int8" if inputs is None else "w8a8"
+    return f"fp8-{weights.per}" if not weights.is_int else "int4" if weights.symmetric else "int4-asym"
 
 
 class Scheme(Section):
@@ -111,28 +143,41 @@ class Scheme(Section):
     """
 
     weights: TensorFormat = Field(TensorFormat(group_size=128), description="how weights are stored; group_size 128")
-    inputs: TensorFormat | None = Field(None, description="how activations are (fp8 only); null: as they are")
+    inputs: TensorFormat | None = Field(None, description="how activations are (int8, fp8); null: as they are")
+    kv_cache: TensorFormat | None = Field(
+        None, description="{dtype: fp8_e4m3, per: tensor}: static scales for an fp8 KV cache; null: the engine decides"
+    )
     skip: tuple[str, ...] = Field(("lm_head",), description="linears that stay as they are; names or * patterns")
     overrides: dict[str, TensorFormat] = Field({}, description="name or * pattern -> another format of weights")
 
     @model_validator(mode="after")
     def _check(self) -> Scheme:
-        for what, fmt in [("weights", self.weights), *self.overrides.items()]:
+        weights, inputs = self.weights, self.inputs
+        for what, fmt in [("weights", weights), *self.overrides.items()]:
             if fmt.dynamic or fmt.per == "token":
                 raise ValueError(f"{what}: a weight's scale is never dynamic or per token")
-        if self.inputs is not None:
-            if self.inputs.dtype != "fp8_e4m3" or self.weights.dtype != "fp8_e4m3":
-                raise ValueError("inputs are quantized only beside fp8_e4m3 weights; leave scheme.inputs out for int4")
-            pair = (self.weights.per, self.inputs.per, self.inputs.dynamic)
-            if pair not in {("channel", "token", True), ("tensor", "tensor", False)}:
+            if not fmt.is_int and fmt.per == "group":
+                raise ValueError(f"{what}: fp8_e4m3 weights take per: tensor, channel or block, not a group_size")
+        if inputs is not None:
+            if inputs.dtype != weights.dtype or (weights.dtype, weights.per) not in PAIRS:
                 raise ValueError(
-                    "fp8 comes as weights per channel with inputs {per: token, dynamic: true}, or weights per tensor "
-                    "with inputs {per: tensor, dynamic: false}: those are what the engines run"
+                    f"{weights} weights with {inputs} inputs are run by no engine; leave scheme.inputs out for int4 "
+                    f"and groups, or take {_pairs(weights.dtype if weights.dtype != 'int4' else 'int8')}"
                 )
-        elif self.weights.dtype == "fp8_e4m3":
-            raise ValueError("fp8_e4m3 weights need scheme.inputs, e.g. {dtype: fp8_e4m3, per: token, dynamic: true}")
-        if any(fmt.dtype != self.weights.dtype for fmt in self.overrides.values()):
-            raise ValueError("overrides may change the group size, not the dtype, of scheme.weights")
+            if (inputs.per, inputs.group_size, inputs.dynamic) != PAIRS[weights.dtype, str(weights.per)]:
+                raise ValueError(
+                    f"{weights} weights with {inputs} inputs are run by no engine: {_pairs(weights.dtype)}"
+                )
+            if any(fmt != weights for fmt in self.overrides.values()):
+                raise ValueError(
+                    "overrides mix weight-only formats; with scheme.inputs all linears are alike: use skip"
+                )
+        elif weights.dtype == "fp8_e4m3":
+            raise ValueError(f"fp8_e4m3 weights need scheme.inputs: {_pairs('fp8_e4m3')}")
+        if any(fmt.is_int != weights.is_int for fmt in self.overrides.values()):
+            raise ValueError("overrides may mix int4 and int8 weights; fp8_e4m3 goes with its own scheme.inputs")
+        if self.kv_cache not in (None, KV_CACHE):
+            raise ValueError(f"kv_cache is null or {{dtype: fp8_e4m3, per: tensor}}, not {self.kv_cache}")
         return self
 
     def format_of(self, name: str) -> TensorFormat | None:
@@ -151,18 +196,31 @@ class Scheme(Section):
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What an export format must be able to hold: of int4, int4-asym, fp8-channel, fp8-tensor."""
-        return frozenset(
-            ("int4" if fmt.symmetric else "int4-asym") if fmt.is_int else f"fp8-{fmt.per}" for fmt in self.formats
-        )
+        """What an export format must be able to hold; of `kind_of`."""
+        return frozenset(kind_of(fmt, self.inputs) for fmt in self.formats)
 
     @property
     def mixed_groups(self) -> bool:
-        """True when overrides give some linears another group size."""
-        return len({(fmt.per, fmt.group_size) for fmt in self.formats}) > 1
+        """True when overrides give some linears another dtype or group size."""
+        return len({(fmt.dtype, fmt.per, fmt.group_size) for fmt in self.formats}) > 1
 
     def __str__(self) -> str:
-        return str(self.weights) + (f"+{self.inputs}" if self.inputs else "")
+        parts = [str(self.weights), *([str(self.inputs)] if self.inputs else []), *(["kv8"] if self.kv_cache else [])]
+        return "+".join(parts)
+
+
+KV_CACHE = TensorFormat(dtype="fp8_e4m3", per="tensor")
+
+
+def _pairs(dtype: str) -> str:
+    """The pairs of weights and inputs of one dtype, in words."""
+    return " or ".join(
+        f"weights {{dtype: {dtype}, per: {per}}} with inputs {{dtype: {dtype}, per: {inputs}"
+        + (f", group_size: {size}" if size else "")
+        + f", dynamic: {str(dynamic).lower()}}}"
+        for (of, per), (inputs, size, dynamic) in PAIRS.items()
+        if of == dtype
+    )
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.artifact import Artifact
-from qat.fakequant import CompensatedLinear, OnGrid
+from qat.fakequant import CompensatedLinear, OnGrid, QuantizedCache
 from qat.model import Model
 from qat.quant import MIN_SCALE, Quantized
 
@@ -45,7 +45,7 @@ class Student(Model):
                 q = Quantized(q.codes.to(self.device), q.scale.to(self.device), zero)
                 linear = CompensatedLinear(q, artifact.formats[full], "scale" in learn, self.dtype)
                 if artifact.scheme.inputs is not None:
-                    linear.quantized_input = True
+                    linear.input_format = artifact.scheme.inputs
                     static = artifact.optional(f"{full}.input_scale")
                     linear.input_scale = None if static is None else static.to(self.device)
                 if "scale" in learn:
@@ -60,6 +60,9 @@ class Student(Model):
                 setattr(block.get_submodule(parent), leaf, linear)
                 self.linears[full] = linear
             self._fill_rest(index)
+            attention = f"{self.arch.blocks}.{index}.self_attn"
+            if (scales := artifact.cache_scales(attention)) is not None:
+                QuantizedCache(*(s.to(self.device) for s in scales)).attach(self.root.get_submodule(attention))
         self.start = {kind: tensors for kind, tensors in start.items() if tensors}
         self.flat_start = {kind: torch.cat([t.flatten() for t in ts.values()]) for kind, ts in self.start.items()}
         self.delta = {kind: nn.Parameter(torch.zeros_like(t)) for kind, t in self.flat_start.items()}

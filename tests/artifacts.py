@@ -27,7 +27,7 @@ from qat.arch import arch_of
 from qat.artifact import REST, Artifact, block_file, block_tensors, save_tensors, write_meta
 from qat.model import skeleton
 from qat.quant import FP8_MAX, Quantized, scale_to_grid, to_grid
-from qat.scheme import Scheme
+from qat.scheme import Scheme, TensorFormat
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -75,6 +75,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "int4": {"weights": {"dtype": "int4", "group_size": 32}},
     "int4-channel": {"weights": {"dtype": "int4"}},
     "int4-asym": {"weights": {"dtype": "int4", "group_size": 32, "symmetric": False}},
+    "int8": {"weights": {"dtype": "int8", "group_size": 32}},
+    "w8a8": {"weights": {"dtype": "int8"}, "inputs": {"dtype": "int8", "per": "token", "dynamic": True}},
     "fp8-channel": {
         "weights": {"dtype": "fp8_e4m3"},
         "inputs": {"dtype": "fp8_e4m3", "per": "token", "dynamic": True},
@@ -83,7 +85,13 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "weights": {"dtype": "fp8_e4m3", "per": "tensor"},
         "inputs": {"dtype": "fp8_e4m3", "per": "tensor"},
     },
+    "fp8-block": {
+        "weights": {"dtype": "fp8_e4m3", "per": "block"},
+        "inputs": {"dtype": "fp8_e4m3", "per": "group", "group_size": 128, "dynamic": True},
+    },
 }
+WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # whole blocks, for engines
+KV_CACHE = {"dtype": "fp8_e4m3", "per": "tensor"}
 ALL = frozenset(arch_of(LlamaConfig()).linears)
 
 
@@ -125,9 +133,12 @@ def make(
                     continue
                 linears[name] = fmt
                 rows, columns = stored.pop(f"{name}.weight").shape
-                q = _random(rows, columns, columns // fmt.group_of(columns), fmt, scale, random)
+                q = _random(rows, columns, fmt, scale, random)
                 static = static_of[name].clone() if fmt.per == "tensor" else None
                 stored |= block_tensors(name, q, static, None)
+        if parsed.kv_cache is not None:
+            keys, values = torch.rand(2, 1, generator=random) * 0.01 + 1e-3
+            stored |= {f"{prefix}self_attn.k_scale": keys.clone(), f"{prefix}self_attn.v_scale": values.clone()}
         save_tensors(stored, folder / block_file(block))
     save_tensors(plain, folder / REST)
     write_meta(folder, parsed, linears, {})
@@ -139,14 +150,18 @@ def make(
     return Artifact(folder)
 
 
-def _random(rows: int, columns: int, groups: int, fmt: Any, scale: Tensor, random: torch.Generator) -> Quantized:
+def _random(rows: int, columns: int, fmt: TensorFormat, scale: Tensor, random: torch.Generator) -> Quantized:
+    shape = fmt.scale_shape(rows, columns)
     if fmt.dtype == "fp8_e4m3":
         codes = (torch.randn(rows, columns, generator=random) * 100).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-        per_row = torch.rand(rows, 1, generator=random) * 0.01 + 1e-4
-        return Quantized(codes, scale.view(1, 1).clone() if fmt.per == "tensor" else per_row)
+        own = torch.rand(shape, generator=random) * 0.01 + 1e-4
+        return Quantized(codes, scale.view(1, 1).clone() if fmt.per == "tensor" else own)
+    if fmt.dtype == "int8":
+        codes = torch.randint(-128, 128, (rows, columns), generator=random, dtype=torch.int8)
+        return Quantized(codes, scale_to_grid(torch.rand(shape, generator=random) * 0.003))
     codes = torch.randint(0, 16, (rows, columns), generator=random, dtype=torch.uint8)
-    zero = torch.randint(0, 16, (rows, groups), generator=random, dtype=torch.uint8)
-    scales = scale_to_grid(torch.rand(rows, groups, generator=random) * 0.05)
+    zero = torch.randint(0, 16, shape, generator=random, dtype=torch.uint8)
+    scales = scale_to_grid(torch.rand(shape, generator=random) * 0.05)
     return Quantized(codes, scales, None if fmt.symmetric else zero)
 
 

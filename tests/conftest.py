@@ -12,7 +12,7 @@ import pytest
 
 from qat import plugins
 
-DTYPES = "DTYPES = {'int4', 'fp8_e4m3'}\n"
+DTYPES = "DTYPES = {'int4', 'int8', 'fp8_e4m3'}\n"
 PLUGINS = {
     "calibrate/transform/none.py": f"VERSION = 1\n{DTYPES}",
     "calibrate/range/activation.py": f"VERSION = 1\nINPUTS: set[str] = set()\n{DTYPES}",
@@ -34,19 +34,22 @@ class InputOptions(Section):
 """,
     "calibrate/round/nearest.py": f"VERSION = 1\n{DTYPES}",
     "calibrate/round/_helper.py": "VERSION = 1\n",
-    "export/formats/awq.py": "VERSION = 1\nHOLDS = {'int4', 'int4-asym'}\nMIXED_GROUPS = False\n",
+    "export/formats/awq.py": "VERSION = 1\nHOLDS = {'int4', 'int4-asym'}\nMIXED_GROUPS = False\nKV_CACHE = False\n",
     "export/formats/compressed_tensors.py": (
-        "VERSION = 2\nHOLDS = {'int4', 'int4-asym', 'fp8-channel', 'fp8-tensor'}\nMIXED_GROUPS = True\n"
+        "VERSION = 2\nHOLDS = {'int4', 'int4-asym', 'int8', 'fp8-channel', 'fp8-tensor'}\nMIXED_GROUPS = True\n"
+        "KV_CACHE = True\n"
     ),
-    "export/formats/modelopt.py": "VERSION = 1\nHOLDS = {'fp8-tensor'}\nMIXED_GROUPS = False\n",
+    "export/formats/modelopt.py": "VERSION = 1\nHOLDS = {'fp8-tensor'}\nMIXED_GROUPS = False\nKV_CACHE = True\n",
     "export/formats/dense.py": (
-        "VERSION = 1\nHOLDS = {'int4', 'int4-asym', 'fp8-channel', 'fp8-tensor'}\nMIXED_GROUPS = True\n"
+        "VERSION = 1\nHOLDS = {'int4', 'int4-asym', 'int8', 'fp8-channel', 'fp8-tensor'}\nMIXED_GROUPS = True\n"
+        "KV_CACHE = False\n"
     ),
     "export/engines/vllm.py": (
         "VERSION = 1\nLOADS = {'awq': {'int4', 'int4-asym'}, 'modelopt': {'fp8-tensor'},\n"
-        "         'compressed_tensors': {'int4', 'fp8-channel', 'fp8-tensor'}}\n"
+        "         'compressed_tensors': {'int4', 'int8', 'fp8-channel', 'fp8-tensor'}}\n"
+        "KV_CACHE = {'compressed_tensors', 'modelopt'}\n"
     ),
-    "export/engines/trtllm.py": "VERSION = 1\nLOADS = {'modelopt': {'fp8-tensor'}}\n",
+    "export/engines/trtllm.py": "VERSION = 1\nLOADS = {'modelopt': {'fp8-tensor'}}\nKV_CACHE = set()\n",
     "gate/perplexity.py": """
 from qat.scheme import Section
 VERSION = 1

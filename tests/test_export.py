@@ -20,7 +20,7 @@ from export.stage import loads, run
 from qat import plugins
 from qat.artifact import Artifact
 from qat.checkpoint import INDEX, SafetensorsFolder
-from tests.artifacts import ALL, SCHEMES, config_of, make
+from tests.artifacts import ALL, SCHEMES, WIDE, config_of, make
 
 FORMATS = plugins.names("export.formats")
 BIG = 10**9
@@ -37,6 +37,7 @@ PAIRS = [(name, scheme) for scheme in SCHEMES for name in FORMATS if holds(name,
 def export(
     tmp_path: Path, name: str, scheme: Any = "int4", family: str = "llama", **options: Any
 ) -> tuple[Artifact, Path]:
+    options = (WIDE if scheme == "fp8-block" else {}) | options
     artifact = make(tmp_path / "artifact", config_of(family, **options), scheme, SOME_BIAS)
     return artifact, run(artifact.path, [name], ["vllm"], BIG, tmp_path / "out")[name]
 
@@ -75,7 +76,9 @@ def numpy_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
     return {name: t.float().numpy() if t.is_floating_point() else t.numpy() for name, t in found}
 
 
-@pytest.mark.parametrize(("name", "scheme"), [pair for pair in PAIRS if pair[0] in ("awq", "gptq")])
+@pytest.mark.parametrize(
+    ("name", "scheme"), [pair for pair in PAIRS if pair[0] in ("awq", "gptq") and "int4" in pair[1]]
+)
 def test_int4_codes_and_weights_come_back(tmp_path: Path, name: str, scheme: str) -> None:
     artifact, folder = export(tmp_path, name, scheme, "qwen2")
     stored, read = numpy_of(folder), {"awq": read_awq, "gptq": read_gptq}[name]
@@ -103,7 +106,7 @@ def test_compressed_tensors_unpacks_its_own_format(tmp_path: Path, scheme: str) 
         assert torch.equal(weight, artifact.get(f"{linear}.weight"))
 
 
-FP8_PAIRS = [(name, scheme) for name, scheme in PAIRS if scheme.startswith("fp8") and name != "dense"]
+FP8_PAIRS = [(name, scheme) for name, scheme in PAIRS if scheme in ("fp8-channel", "fp8-tensor") and name != "dense"]
 
 
 @pytest.mark.parametrize(("name", "scheme"), FP8_PAIRS)
@@ -237,7 +240,7 @@ def test_the_library_accepts_the_compressed_tensors_config(tmp_path: Path, schem
     assert config.ignore == ["lm_head"] and config.quantization_status == "compressed"
     group = config.config_groups["group_0"]
     assert group.targets == ["Linear"] or scheme == "mixed"
-    assert (group.input_activations is None) == scheme.startswith(("int4", "mixed"))
+    assert (group.input_activations is None) == scheme.startswith(("int", "mixed"))
     if scheme == "mixed":
         assert config.config_groups["group_1"].targets == list(coarse)
         assert config.config_groups["group_1"].weights.strategy == "channel"

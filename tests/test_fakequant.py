@@ -19,10 +19,12 @@ FORMATS = {
     "group": TensorFormat(group_size=8),
     "channel": TensorFormat(),
     "asymmetric": TensorFormat(group_size=8, symmetric=False),
+    "int8": TensorFormat(dtype="int8", group_size=8),
     "fp8-channel": TensorFormat(dtype="fp8_e4m3"),
+    "fp8-block": TensorFormat(dtype="fp8_e4m3", per="block"),
     "fp8-tensor": TensorFormat(dtype="fp8_e4m3", per="tensor"),
 }
-INT4 = ("group", "channel", "asymmetric")
+INT = ("group", "channel", "asymmetric", "int8")
 ROWS, COLUMNS = 6, 32
 
 
@@ -30,11 +32,13 @@ def random_quantized(kind: str, seed: int = 0) -> Quantized:
     random, fmt = torch.Generator().manual_seed(seed), FORMATS[kind]
     if not fmt.is_int:
         codes = (torch.randn(ROWS, COLUMNS, generator=random) * 100).to(torch.float8_e4m3fn)
-        return Quantized(codes, torch.rand(1 if fmt.per == "tensor" else ROWS, 1, generator=random) + 0.1)
+        return Quantized(codes, torch.rand(fmt.scale_shape(ROWS, COLUMNS), generator=random) + 0.1)
     groups = COLUMNS // fmt.group_of(COLUMNS)
     codes = torch.randint(0, 16, (ROWS, COLUMNS), generator=random, dtype=torch.uint8)
     zero = torch.randint(0, 16, (ROWS, groups), generator=random, dtype=torch.uint8)
     scale = scale_to_grid(torch.rand(ROWS, groups, generator=random))
+    if fmt.bits == 8:
+        return Quantized(torch.randint(-128, 128, (ROWS, COLUMNS), generator=random, dtype=torch.int8), scale)
     return Quantized(codes, scale, None if fmt.symmetric else zero)
 
 
@@ -106,7 +110,7 @@ def test_a_value_past_float16_becomes_infinite_and_not_wrong() -> None:
 def test_the_forward_pass_uses_the_weight_that_is_exported(kind: str, learn_scale: bool) -> None:
     q, fmt = random_quantized(kind), FORMATS[kind]
     if learn_scale and not fmt.is_int:
-        with pytest.raises(ValueError, match=r"train\.learn\.scale trains int4.*learn the bias only"):
+        with pytest.raises(ValueError, match=r"train\.learn\.scale trains int4 and int8.*learn the bias only"):
             CompensatedLinear(q, fmt, True, torch.float32)
         return
     linear = CompensatedLinear(q, fmt, learn_scale, torch.float32)
@@ -117,7 +121,7 @@ def test_the_forward_pass_uses_the_weight_that_is_exported(kind: str, learn_scal
     assert torch.equal(linear(x), F.linear(x, slow_weight(q, scale), linear.bias))
 
 
-@pytest.mark.parametrize("kind", INT4)
+@pytest.mark.parametrize("kind", INT)
 def test_bias_and_scale_get_the_gradients_of_a_plain_linear(kind: str) -> None:
     q, fmt = random_quantized(kind), FORMATS[kind]
     linear = CompensatedLinear(q, fmt, True, torch.float32)
@@ -137,7 +141,8 @@ def test_bias_and_scale_get_the_gradients_of_a_plain_linear(kind: str) -> None:
 def test_fp8_inputs_are_rounded_token_by_token(static: float | None) -> None:
     q = random_quantized("fp8-channel")
     linear = CompensatedLinear(q, FORMATS["fp8-channel"], False, torch.float32)
-    linear.quantized_input = True
+    per = "token" if static is None else "tensor"
+    linear.input_format = TensorFormat(dtype="fp8_e4m3", per=per, dynamic=static is None)
     linear.input_scale = None if static is None else torch.tensor([[static]])
     x = torch.randn(4, COLUMNS, generator=torch.Generator().manual_seed(2)) * 5
     x[0] *= 1000  # past the static range

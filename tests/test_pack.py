@@ -15,11 +15,11 @@ SETTINGS = settings(max_examples=25, deadline=None)
 
 
 @st.composite
-def nibbles(draw: st.DrawFn, low: int = 0) -> Tensor:
-    """(N, C) uint8 low..15, N and C multiples of 8; half of them a view that is not contiguous."""
+def nibbles(draw: st.DrawFn) -> Tensor:
+    """(N, C) uint8 0..15, N and C multiples of 8; half of them a view that is not contiguous."""
     rows, columns = draw(st.integers(1, 4)) * 8, draw(st.integers(1, 5)) * 8
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    values = torch.randint(low, 16, (columns, rows), generator=random, dtype=torch.uint8).T
+    values = torch.randint(0, 16, (columns, rows), generator=random, dtype=torch.uint8).T
     return values.contiguous() if draw(st.booleans()) else values
 
 
@@ -50,18 +50,16 @@ def test_gptq_codes(codes: Tensor) -> None:
 
 
 @SETTINGS
-@given(nibbles(low=1))
-def test_gptq_zeros_of_version_1_are_one_less(zero: Tensor) -> None:
-    packed = _pack.gptq_zeros(zero)
-    assert packed.shape == (zero.shape[1], zero.shape[0] // 8)
-    for n in range(zero.shape[0]):
-        for group in range(zero.shape[1]):
-            assert nibble(packed, group, n // 8, n % 8) + 1 == zero[n, group]
-
-
-def test_symmetric_gptq_zeros_are_0x77777777() -> None:
-    for groups in (1, 3):
-        assert torch.all(_pack.gptq_zeros(torch.full((16, groups), 8, dtype=torch.uint8)) == 0x77777777)
+@given(nibbles())
+def test_int8_codes_go_four_to_a_word(values: Tensor) -> None:
+    codes = (values.int() * 17 - 128).to(torch.int8).contiguous()
+    packed = _pack.compressed_codes(codes)
+    assert torch.equal(packed, pack_to_int32(codes, 8))
+    words = _pack.gptq_codes(codes)
+    assert words.dtype == torch.int32 and words.shape == (codes.shape[1] // 4, codes.shape[0])
+    for n in range(codes.shape[0]):
+        for k in range(codes.shape[1]):
+            assert (int(words[k // 4, n]) >> (8 * (k % 4))) & 255 == int(codes[n, k]) + 128
 
 
 @SETTINGS

@@ -110,6 +110,10 @@ def test_estimates_cover_what_the_files_take(model: Path) -> None:
     assert int4.needs and dense.needs
     assert int4.needs.disk_gb * plan.GB >= packed
     assert dense.needs.disk_gb * plan.GB >= 2 * sizes.of_folder(model).total
+    int8 = plan.make(load(["recipe=small.yaml", "calibrate.range=activation", "scheme={weights: {dtype: int8}}"])).rows[
+        2
+    ]
+    assert int8.needs and int8.needs.disk_gb * plan.GB >= sizes.of_folder(model).linear
     once, twice = (plan.make(load(["recipe=small.yaml", f"train.steps={n}"])).rows[1].needs for n in (20, 40))
     assert once and twice and once.seconds < twice.seconds and once.memory_gb == twice.memory_gb
     short, long = (plan.make(load(["recipe=small.yaml", f"train.length={n}"])).rows[1].needs for n in (128, 256))

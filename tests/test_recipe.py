@@ -23,6 +23,7 @@ FP8 = (
     "train=null",
     "export.formats=[modelopt]",
 )
+KV = "scheme.kv_cache={dtype: fp8_e4m3, per: tensor}"
 
 
 def complaint(*overrides: str) -> list[str]:
@@ -101,6 +102,18 @@ def test_all_errors_come_at_once_with_their_paths_and_a_suggestion(fake_root: Pa
         (
             ["export.formats=awq", "scheme.overrides={'*.down_proj': {group_size: 64}}"],
             "awq cannot hold int4 with several group sizes; these can: compressed_tensors, dense",
+        ),
+        (
+            ["export.formats=awq", "scheme.overrides={'*.down_proj': {dtype: int8}}"],
+            "awq cannot hold int4 and int8; these can: compressed_tensors, dense",
+        ),
+        (
+            ["export.formats=[awq]", KV],
+            "awq cannot hold int4 with KV-cache scales; these can: compressed_tensors",
+        ),
+        (
+            [*FP8, KV, "export.engines=[vllm, trtllm]"],
+            "engines: trtllm loads none of the formats asked for; of fp8-tensor with KV-cache scales it loads: none",
         ),
         ([*FP8, "export.formats=awq"], "awq cannot hold fp8-tensor; these can: compressed_tensors, dense, modelopt"),
     ],
@@ -296,7 +309,10 @@ def test_reading_a_recipe_imports_no_torch() -> None:
     ("override", "line"),
     [
         ("calibrate.range=activation", "calibrate.range: activation does not do fp8_e4m3; these do: max"),
-        ("train={learn: {scale: 1e-3}}", "train.learn.scale: trains the group scales of int4"),
+        (
+            "train={learn: {scale: 1e-3}}",
+            "train.learn.scale: trains the scales of int4 and int8, and fp8_e4m3 has none",
+        ),
     ],
 )
 def test_what_fp8_has_no_use_for_is_an_error(override: str, line: str) -> None:

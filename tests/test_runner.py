@@ -21,6 +21,7 @@ from qat.artifact import Artifact
 from qat.checkpoint import SafetensorsFolder
 from qat.plugins import ROOT
 from qat.quant import Quantized, dequantize, to_grid
+from qat.scheme import KV_CACHE
 from tests.test_observe import INT4, STATIC, WINDOWS, make, run, weights_bytes
 
 
@@ -251,3 +252,38 @@ def test_experts_share_one_static_input_scale(tmp_path: Path) -> None:
     for leaves in (("w1", "w3"), ("w2",)):
         names = [f"model.layers.1.block_sparse_moe.experts.{e}.{leaf}" for e in range(4) for leaf in leaves]
         assert len({artifact.raw(f"{name}.input_scale").item() for name in names}) == 1
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("method", ["max", "percentile"])
+def test_static_scales_come_from_the_chosen_range(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, whole: bool
+) -> None:
+    """Input scales, and those of keys and values, against what Hugging Face's own forward pass gives its cache."""
+    if whole:
+        monkeypatch.setattr(nearest, "PREFIX", True, raising=False)
+    scheme = STATIC.model_copy(update={"kv_cache": KV_CACHE})
+    run(
+        llama,
+        tmp_path / "out",
+        scheme,
+        range="max",
+        inputs={"name": method} | ({"percentile": 90} if method != "max" else {}),
+    )
+    artifact = Artifact(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    seen: dict[str, Tensor] = {}
+    name = "model.layers.0.self_attn.q_proj"
+    model.get_submodule(name).register_forward_pre_hook(lambda m, args: seen.__setitem__("x", args[0]))
+    if whole:  # what the cache holds comes from quantized projections
+        for leaf in ("q_proj", "k_proj", "v_proj"):
+            linear = model.get_submodule(f"model.layers.0.self_attn.{leaf}")
+            linear.weight.data = artifact.get(f"model.layers.0.self_attn.{leaf}.weight")
+            linear.bias.data = artifact.get(f"model.layers.0.self_attn.{leaf}.bias")
+    with torch.no_grad():
+        cache = model(WINDOWS, use_cache=True).past_key_values
+    keys, values = cache.layers[0].keys, cache.layers[0].values
+    found = (artifact.raw(f"{name}.input_scale"), *(artifact.cache_scales("model.layers.0.self_attn") or ()))
+    for scale, x in zip(found, (seen["x"], keys, values), strict=True):
+        clip = x.abs().max() if method == "max" else x.abs().flatten().quantile(0.9)
+        torch.testing.assert_close(scale.item() * 448, clip.item(), rtol=1e-2, atol=0)

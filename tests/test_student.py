@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from qat.artifact import Artifact, derive
 from qat.model import Model
 from qat.student import Student, run_blocks
-from tests.artifacts import ALL, SCHEMES, config_of, make
+from tests.artifacts import ALL, KV_CACHE, SCHEMES, config_of, make
 
 QKV = frozenset({"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"})
 IDS = torch.randint(128, (3, 24), generator=torch.Generator().manual_seed(0))
 LEARN = {"int4": ("bias", "scale"), "int4-channel": ("scale",), "int4-asym": ("bias", "scale"),
-         "fp8-channel": ("bias",), "fp8-tensor": ("bias",)}  # fmt: skip
+         "int8": ("bias", "scale"), "w8a8": ("bias", "scale"),
+         "fp8-channel": ("bias",), "fp8-tensor": ("bias",), "fp8-block": ("bias",)}  # fmt: skip
 
 
 def dense(config: Any, artifact: Artifact) -> nn.Module:
@@ -39,13 +40,19 @@ def dense(config: Any, artifact: Artifact) -> nn.Module:
     if artifact.scheme.inputs is not None:
         for name in artifact.formats:
             scale = artifact.raw(f"{name}.input_scale") if artifact.scheme.weights.per == "tensor" else None
-            model.get_submodule(name).register_forward_pre_hook(fp8_inputs(scale))
+            hook = int8_inputs if artifact.scheme.inputs.is_int else fp8_inputs(scale)
+            model.get_submodule(name).register_forward_pre_hook(hook)
     return model
+
+
+def int8_inputs(module: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
+    scales = args[0].abs().amax(-1, keepdim=True) / 127
+    return (args[0] / scales).round() * scales
 
 
 def fp8_inputs(static: Tensor | None) -> Any:
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        tokens = args[0].reshape(-1, args[0].shape[-1])
+        tokens = args[0].reshape(-1, args[0].shape[-1])  # narrower than a group of 128
         scales = tokens.abs().amax(-1, keepdim=True) / 448 if static is None else static
         return ((tokens / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales).view(args[0].shape)
 
@@ -184,3 +191,30 @@ def test_a_bias_past_float16_is_not_exported(tmp_path: Path) -> None:
     student.delta["bias"].data[3] = 1e6
     with pytest.raises(ValueError, match=r"q_proj.bias was trained past 65504"):
         student.overlay()
+
+
+class RoundedCache(DynamicCache):
+    """transformers' own cache, of which keys and values come back in fp8."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        super().__init__()
+        self.artifact = artifact
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        stored = super().update(keys, values, layer, *args, **kwargs)
+        found = []
+        for x, part in zip(stored, "kv", strict=True):
+            scale = self.artifact.raw(f"model.layers.{layer}.self_attn.{part}_scale")
+            found.append((x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale)
+        return found[0], found[1]
+
+
+@pytest.mark.parametrize("scheme", ["int4", "fp8-tensor"])
+def test_a_quantized_cache_counts_in_training(tmp_path: Path, scheme: str) -> None:
+    config = config_of("llama")
+    artifact = make(tmp_path / "a", config, SCHEMES[scheme] | {"kv_cache": KV_CACHE})
+    student, reference = student_of(config, artifact, ("bias",)), dense(config, artifact)
+    with torch.no_grad():
+        theirs = reference(IDS, cache=RoundedCache(artifact)).logits
+        assert torch.equal(logits(student), theirs)
+        assert not torch.allclose(reference(IDS).logits, theirs, atol=1e-3)

@@ -1,4 +1,4 @@
-"""Shared by the int4 ranges: the widest range, groups that already lie on a grid, the search over clip ratios.
+"""Shared by the integer ranges: the widest range, groups that already lie on a grid, the search over clip ratios.
 
 Every candidate is judged by the numbers that would be stored: scale on the 16-bit grid first, then the nearest codes.
 """
@@ -23,7 +23,7 @@ def join(parts: list[Range]) -> Range:
 
 
 def widest(weight: Tensor, fmt: TensorFormat, ratio: float = 1.0) -> Range:
-    """The int4 range of each (row, group) of a weight (N, K) that holds its extremes times `ratio`."""
+    """The range of each (row, group) of a weight (N, K) that holds its extremes times `ratio`."""
     groups = grouped(weight, fmt.group_of(weight.shape[1]))
     if fmt.symmetric:
         return max_scale(groups.abs().amax(-1) * ratio, fmt), None
@@ -35,10 +35,12 @@ def start(weight: Tensor, fmt: TensorFormat) -> Range:
 
     So a dequantized model comes back unchanged, whichever codes its groups happen to use: the extremes of such a group
     are at most 8 (asymmetric: 15) whole steps apart, and trying each count finds the scale. An ordinary group is given
-    up after a look at a few weights.
+    up after a look at a few weights. int8 groups are given their widest range: there are 128 counts to try.
     """
     groups = grouped(weight, fmt.group_of(weight.shape[1]))
     scale, zero = widest(weight, fmt)
+    if fmt.dtype == "int8":
+        return scale, zero
     low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
     span = torch.maximum(-low, high) if fmt.symmetric else high - low
     open_ = torch.ones_like(scale, dtype=torch.bool)

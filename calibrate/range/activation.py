@@ -15,7 +15,7 @@ from qat.scheme import Section, TensorFormat
 
 VERSION = 1
 NEEDS = {"second_moment"}
-DTYPES = {"int4"}
+DTYPES = {"int4", "int8"}
 INPUTS: set[str] = set()
 
 
@@ -27,6 +27,6 @@ class Options(Section):
 
 
 def find(weight: Tensor, fmt: TensorFormat, inputs: InputStats | None, options: Options) -> Range:
-    """Scale float32 (N, K / g) and zero uint8 or None of a weight float32 (N, K), int4."""
+    """Scale float32 (N, K / g) and zero uint8 or None of a weight float32 (N, K), int4 or int8."""
     assert inputs is not None and inputs.second_moment is not None
     return search(weight, fmt, inputs.second_moment, options.ratios, options.smallest)

@@ -28,7 +28,7 @@ from qat.scheme import Section, TensorFormat
 
 VERSION = 1
 NEEDS = {"kl_hessian"}
-DTYPES = {"int4"}
+DTYPES = {"int4", "int8"}
 INPUTS = {"int8", "fp8_e4m3"}
 
 
@@ -50,7 +50,7 @@ class InputOptions(Section):
 
 
 def find(weight: Tensor, fmt: TensorFormat, inputs: InputStats | None, options: Options) -> Range:
-    """Scale float32 (N, K / g) and zero uint8 or None of a weight float32 (N, K), int4."""
+    """Scale float32 (N, K / g) and zero uint8 or None of a weight float32 (N, K), int4 or int8."""
     assert inputs is not None and inputs.kl_hessian is not None
     hessian = inputs.kl_hessian
     hessian.diagonal().add_(options.damping * hessian.diagonal().mean())

@@ -19,7 +19,7 @@ from qat.scheme import Section, TensorFormat
 
 VERSION = 1
 NEEDS: set[str] = set()
-DTYPES = {"int4"}
+DTYPES = {"int4", "int8"}
 INPUTS = {"int8", "fp8_e4m3"}
 
 
@@ -38,7 +38,7 @@ class InputOptions(Section):
 
 
 def find(weight: Tensor, fmt: TensorFormat, inputs: InputStats | None, options: Options) -> Range:
-    """Scale float32 (N, K / g) and zero uint8 or None of a weight float32 (N, K), int4."""
+    """Scale float32 (N, K / g) and zero uint8 or None of a weight float32 (N, K), int4 or int8."""
     return search(weight, fmt, None, options.ratios, options.smallest)
 
 

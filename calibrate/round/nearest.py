@@ -17,7 +17,7 @@ from qat.scheme import Section, TensorFormat
 
 VERSION = 1
 NEEDS: set[str] = set()
-DTYPES = {"int4", "fp8_e4m3"}
+DTYPES = {"int4", "int8", "fp8_e4m3"}
 
 
 class Options(Section):
@@ -27,6 +27,7 @@ class Options(Section):
 def codes(
     weight: Tensor, scale: Tensor, zero: Tensor | None, fmt: TensorFormat, inputs: InputStats | None, options: Options
 ) -> Quantized:
-    """Codes of a weight float32 (N, K) at scale float32 (N, K / g) and zero uint8 or None."""
-    parts = each(weight, lambda rows: quantize(weight[rows], at(scale, rows), at(zero, rows), fmt))
+    """Codes of a weight float32 (N, K) at scale float32 of `fmt.scale_shape` and zero uint8 or None."""
+    unit = fmt.scale_rows
+    parts = each(weight, lambda rows: quantize(weight[rows], at(scale, rows, unit), at(zero, rows), fmt), unit=unit)
     return Quantized(torch.cat(parts), scale, zero)

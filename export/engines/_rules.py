@@ -6,11 +6,17 @@ from collections.abc import Sequence
 
 from export._layers import Layer, check_fused, check_multiples
 from qat.arch import Arch
+from qat.scheme import BLOCK
 
 
 def check_common(engine: str, found: Sequence[Layer], arch: Arch) -> None:
-    """Fused linears are stored alike; int4 in multiples of 32, fp8 (16-byte rows of the matrix units) of 16."""
+    """Fused linears are stored alike; int4 and int8 in multiples of 32, w8a8 and fp8 (16-byte rows of the matrix units)
+    of 16. Blocks end where a fused linear's part does, and activations come in whole groups of 128."""
     check_fused(engine, found, arch)
+    fused = {leaf for group in arch.shared_input if len(group) > 1 for leaf in group}
     for layer in found:
-        unit = 32 if layer.fmt.is_int else 16
-        check_multiples(f"{engine} {layer.kind}", [layer], rows=unit, columns=unit)
+        rows = columns = 32 if layer.inputs is None else 16
+        if layer.kind == "fp8-block":
+            columns = BLOCK
+            rows = BLOCK if layer.name[len(arch.blocks) + 1 :].partition(".")[2] in fused else rows
+        check_multiples(f"{engine} {layer.kind}", [layer], rows, columns)

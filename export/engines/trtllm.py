@@ -10,11 +10,16 @@ from export.engines._rules import check_common
 from qat.arch import Arch
 
 VERSION = 1
-# awq and gptq directories raise NotImplementedError there, compressed-tensors int4 and static fp8 fail to parse
+# awq and gptq directories raise NotImplementedError there; of compressed-tensors, int4 and static fp8 fail to parse and
+# w8a8 is taken for fp8
 LOADS = {
-    "modelopt": {"fp8-tensor"},
-    "dense": {"int4", "int4-asym", "fp8-channel", "fp8-tensor"},
+    "modelopt": {"fp8-tensor", "fp8-block"},
+    "compressed_tensors": {"fp8-block"},
+    "dense": {"int4", "int4-asym", "int8", "w8a8", "fp8-channel", "fp8-tensor", "fp8-block"},
 }
+# the attention is given KV-cache scales for NVFP4 only (modules/attention.py): an fp8 cache runs at scale 1 whatever is
+# stored
+KV_CACHE: set[str] = set()
 
 
 def check(format_name: str, found: Sequence[Layer], arch: Arch) -> None:

@@ -12,11 +12,15 @@ from qat.arch import Arch
 VERSION = 1
 LOADS = {
     "awq": {"int4", "int4-asym"},
-    "gptq": {"int4"},
-    "compressed_tensors": {"int4", "int4-asym", "fp8-channel", "fp8-tensor"},
-    "modelopt": {"fp8-tensor"},
-    "dense": {"int4", "int4-asym", "fp8-channel", "fp8-tensor"},
+    "gptq": {"int4", "int8"},
+    "compressed_tensors": {"int4", "int4-asym", "int8", "w8a8", "fp8-channel", "fp8-tensor", "fp8-block"},
+    "modelopt": {"fp8-tensor", "fp8-block"},
+    "dense": {"int4", "int4-asym", "int8", "w8a8", "fp8-channel", "fp8-tensor", "fp8-block"},
 }
+KV_CACHE = {
+    "compressed_tensors",
+    "modelopt",
+}  # whose static scales it reads; others run an fp8 cache at scale 1
 GROUP_SIZES = (32, 64, 128)  # of the Marlin kernels, beside whole rows; auto_gptq.py refuses any other one everywhere
 
 

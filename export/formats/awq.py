@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from export import _pack
-from export._layers import Layer, check_kinds, check_multiples, layers
+from export._layers import Layer, check_cache, check_kinds, check_multiples, layers
 from export._writer import Lazy, exactly, write_checkpoint
 from export.carrier import Carrier
 from qat.artifact import Artifact
@@ -22,6 +22,7 @@ from qat.quant import SYMMETRIC_ZERO
 VERSION = 1
 HOLDS = {"int4", "int4-asym"}
 MIXED_GROUPS = False
+KV_CACHE = False
 
 
 def check(artifact: Artifact, carrier: Carrier) -> None:
@@ -29,6 +30,7 @@ def check(artifact: Artifact, carrier: Carrier) -> None:
     found = layers(artifact)
     check_kinds("awq", found, HOLDS, MIXED_GROUPS)
     check_multiples("awq", found, rows=8)
+    check_cache("awq", artifact)
 
 
 def write(artifact: Artifact, out: Path, carrier: Carrier, shard_bytes: int) -> None:

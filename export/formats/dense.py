@@ -3,8 +3,8 @@
     X.weight [N, K] in float16 when every weight of the model is exact in it, as symmetric int4 always is, else float32
 
 Everything else is stored as it is. config.json names float16 when that holds every tensor of the model exactly, else
-float32, so that what is loaded are the quantized weights to the last bit. An fp8 model is dequantized in its weights
-only: its activations are not rounded.
+float32, so that what is loaded are the quantized weights to the last bit. An fp8 or w8a8 model is dequantized in its
+weights only: its activations are not rounded.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from export._layers import Layer, check_kinds, layers
+from export._layers import Layer, check_cache, check_kinds, layers
 from export._writer import Lazy, tensors, write_checkpoint
 from export.carrier import Carrier
 from qat.artifact import Artifact
 
 VERSION = 1
-HOLDS = {"int4", "int4-asym", "fp8-channel", "fp8-tensor"}
+HOLDS = {"int4", "int4-asym", "int8", "w8a8", "fp8-channel", "fp8-tensor", "fp8-block"}
 MIXED_GROUPS = True
+KV_CACHE = False
 
 
 def check(artifact: Artifact, carrier: Carrier) -> None:
     """Raise ValueError for a layer that the format has no place for."""
     check_kinds("dense", layers(artifact), HOLDS, MIXED_GROUPS)
+    check_cache("dense", artifact)
 
 
 def write(artifact: Artifact, out: Path, carrier: Carrier, shard_bytes: int) -> None:

@@ -1,47 +1,61 @@
-"""AutoGPTQ, version 1, symmetric: W[n, k] = (q[n, k] - 8) * s[n, k // g].
+"""AutoGPTQ, version 1, symmetric: W[n, k] = (q[n, k] - z) * s[n, k // g], z = 8 of 4 bits, 128 of 8.
 
-    X.qweight  int32 [K / 8, N]      X.qzeros  int32 [K / g, N / 8]
-    X.scales   float16 [K / g, N]    X.g_idx   int32 [K]
+    X.qweight  int32 [K / 8, N], of 8 bits [K / 4, N]      X.qzeros  int32 [K / g, N / 8], of 8 bits [K / g, N / 4]
+    X.scales   float16 [K / g, N]                          X.g_idx   int32 [K]
 
-Version 1 stores zero points less 1, so that every word of qzeros is 0x77777777. g_idx is k // g, as engines no longer
-reorder inputs: an activation order lives inside the solver, with static groups. Asymmetric weights are not written, as
-vLLM refuses sym: false.
+Version 1 stores zero points less 1, so that every word of qzeros is 0x77777777, of 8 bits 0x7f7f7f7f. g_idx is k // g,
+as engines no longer reorder inputs: an activation order lives inside the solver, with static groups. Asymmetric weights
+are not written, as vLLM refuses sym: false. Linears that differ from most in bits or group size stand in `dynamic`, as
+GPTQModel writes it: a regular expression for each, which also matches the name that vLLM gives the fused linear.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from export import _pack
-from export._layers import Layer, check_kinds, check_multiples, layers
+from export._layers import Layer, check_cache, check_kinds, check_multiples, layers
 from export._writer import Lazy, exactly, write_checkpoint
 from export.carrier import Carrier
 from qat.artifact import Artifact
-from qat.quant import SYMMETRIC_ZERO
 
-VERSION = 1
-HOLDS = {"int4"}
-MIXED_GROUPS = False
+VERSION = 2
+HOLDS = {"int4", "int8"}
+MIXED_GROUPS = True
+KV_CACHE = False
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}  # vLLM's names
+FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
 def check(artifact: Artifact, carrier: Carrier) -> None:
     """Raise ValueError for a layer that the layout has no place for."""
     found = layers(artifact)
     check_kinds("gptq", found, HOLDS, MIXED_GROUPS)
-    check_multiples("gptq", found, rows=8, columns=8)
+    for layer in found:
+        unit = 32 // layer.fmt.bits
+        check_multiples("gptq", [layer], rows=unit, columns=unit)
+        if ".experts." in layer.name and _options(layer) != _usual(found):
+            raise ValueError(
+                f"{layer.name} is {layer.fmt}, unlike most linears: vLLM runs the experts of a block as one layer, "
+                "which gptq cannot name; leave out its scheme.overrides or export compressed_tensors"
+            )
+    check_cache("gptq", artifact)
 
 
 def write(artifact: Artifact, out: Path, carrier: Carrier, shard_bytes: int) -> None:
     """Write the checkpoint into the folder `out`."""
     check(artifact, carrier)
-    group_size = next(iter(artifact.formats.values())).group_size
+    found = layers(artifact)
+    usual = _usual(found)
     quantization = {
         "quant_method": "gptq",
-        "bits": 4,
-        "group_size": group_size or -1,
+        **dict(usual),
         "sym": True,
         "desc_act": False,
         "static_groups": False,
@@ -49,15 +63,37 @@ def write(artifact: Artifact, out: Path, carrier: Carrier, shard_bytes: int) -> 
         "lm_head": False,
         "checkpoint_format": "gptq",
     }
-    skipped = [name for name in carrier.linears() if name not in artifact.formats]
-    if skipped:  # vLLM finds them in the files, other readers here
-        quantization["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in skipped}
+    # vLLM finds skipped linears in the files, other readers here
+    dynamic: dict[str, dict[str, Any]] = {
+        f"-:^{re.escape(name)}$": {} for name in carrier.linears() if name not in artifact.formats
+    }
+    for layer in found:
+        if _options(layer) != usual:
+            owner, _, leaf = layer.name.rpartition(".")
+            names = "|".join(dict.fromkeys([leaf, FUSED.get(leaf, leaf)]))
+            dynamic[f"+:^{re.escape(owner)}\\.({names})$"] = dict(_options(layer))
+    if dynamic:
+        quantization["dynamic"] = dynamic
     write_checkpoint(artifact, out, carrier, shard_bytes, _parts, quantization)
 
 
+Options = tuple[tuple[str, int], ...]
+
+
+def _options(layer: Layer) -> Options:
+    return ("bits", layer.fmt.bits), ("group_size", layer.fmt.group_size or -1)
+
+
+def _usual(found: Sequence[Layer]) -> Options:
+    return Counter(map(_options, found)).most_common(1)[0][0]
+
+
 def _parts(artifact: Artifact, layer: Layer, dtype: torch.dtype) -> dict[str, Lazy]:
+    per_word = 32 // layer.fmt.bits
+
     def zeros() -> torch.Tensor:
-        return _pack.gptq_zeros(torch.full((layer.rows, layer.groups), SYMMETRIC_ZERO, dtype=torch.uint8))
+        word = {4: 0x77777777, 8: 0x7F7F7F7F}[layer.fmt.bits]
+        return torch.full((layer.groups, layer.rows // per_word), word, dtype=torch.int32)
 
     def scales() -> torch.Tensor:
         return exactly(artifact.raw(f"{layer.name}.scale"), torch.float16, f"{layer.name}.scale").T
@@ -69,8 +105,8 @@ def _parts(artifact: Artifact, layer: Layer, dtype: torch.dtype) -> dict[str, La
         return _pack.gptq_codes(artifact.raw(f"{layer.name}.codes"))
 
     return {
-        "qweight": Lazy(torch.int32, (layer.columns // 8, layer.rows), qweight),
-        "qzeros": Lazy(torch.int32, (layer.groups, layer.rows // 8), zeros),
+        "qweight": Lazy(torch.int32, (layer.columns // per_word, layer.rows), qweight),
+        "qzeros": Lazy(torch.int32, (layer.groups, layer.rows // per_word), zeros),
         "scales": Lazy(torch.float16, (layer.groups, layer.rows), scales),
         "g_idx": Lazy(torch.int32, (layer.columns,), group_of_input),
     }

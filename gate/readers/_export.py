@@ -19,7 +19,10 @@ from qat.arch import Arch, arch_of
 from qat.checkpoint import SafetensorsFolder
 from qat.model import skeleton
 
-InputQuant = Literal["token"] | Tensor | None  # dynamic per token, a static float32 scale, or activations left alone
+# fp8 with a scale for each token, the same in int8, fp8 with one for each 128 inputs of a token; a static float32 scale
+# of fp8; or activations left alone
+InputQuant = Literal["token", "int8-token", "group"] | Tensor | None
+BLOCK = 128
 FLOATS = ("F16", "BF16", "F32")
 
 
@@ -74,11 +77,11 @@ class Export(ABC):
 
     @abstractmethod
     def codes(self, name: str) -> Tensor:
-        """Codes (N, K) of a quantized linear: uint8 0..15, or float8 E4M3."""
+        """Codes (N, K) of a quantized linear: uint8 0..15, int8 -128..127, or float8 E4M3."""
 
     @abstractmethod
     def scale(self, name: str) -> Tensor:
-        """float32 scale: (N, K / g), (N, 1) or (1, 1)."""
+        """float32 scale: (N, K / g), (N, 1), (1, 1), or (ceil N / 128, ceil K / 128) in blocks."""
 
     @abstractmethod
     def layout(self, name: str, rows: int, columns: int) -> dict[str, Spec]:
@@ -89,8 +92,32 @@ class Export(ABC):
         return None
 
     def group_size(self, name: str) -> int | None:
-        """Inputs that share a scale as the config declares it, or None for a whole row."""
+        """Inputs that share a scale as the config declares it, or None for a whole row, tensor or block."""
         return None
+
+    def in_blocks(self, name: str) -> bool:
+        """Whether each 128 x 128 block of the linear's weight has a scale."""
+        return False
+
+    def stored_as(self, name: str) -> str:
+        """How the config says the linear is stored, for comparison with those that an engine fuses it with."""
+        return f"in groups of {self.group_size(name)}"
+
+    def has_cache_scales(self) -> bool:
+        """Whether the config declares an fp8 KV cache with static scales."""
+        return False
+
+    def cache_names(self, index: int) -> tuple[str, str]:
+        """Names of the scales of keys and of values of a block."""
+        attention = f"{self.arch.blocks}.{index}.self_attn"
+        return f"{attention}.k_scale", f"{attention}.v_scale"
+
+    def cache_scales(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """float32 scales (1,) of keys and values of a block, or None where the cache is not quantized."""
+        if not self.has_cache_scales():
+            return None
+        keys, values = (self.raw(name).float().view(1) for name in self.cache_names(index))
+        return keys, values
 
     def shared(self) -> tuple[str, ...]:
         """Parts that must be equal in linears which an engine fuses."""
@@ -108,20 +135,26 @@ class Export(ABC):
         """How the engine quantizes the activations that enter the linear `name`."""
         return None
 
-    def is_fp8(self, name: str) -> bool:
-        """Whether the codes of the linear `name` are fp8; engines keep its scales in float32."""
+    def keeps_float32(self, name: str) -> bool:
+        """Whether engines keep the scales of the linear `name` in float32: those of fp8 and w8a8 codes."""
         entry = self.stored.get(f"{name}.weight")
-        return entry is not None and entry.dtype == "F8_E4M3"
+        return entry is not None and entry.dtype in ("F8_E4M3", "I8")
 
     def weight(self, name: str) -> Tensor:
         """The float32 weight (N, K) of a quantized linear."""
         codes, scale = self.codes(name), self.scale(name)
+        if self.in_blocks(name):
+            row, column = (torch.arange(size) // BLOCK for size in codes.shape)
+            return codes.float() * scale[row][:, column]
         if codes.dtype == torch.float8_e4m3fn:
             return codes.float() * scale
-        zero = self.zero(name)
         groups = codes.float().view(*scale.shape, -1)
-        offset = 8.0 if zero is None else zero.float()[..., None]
-        return ((groups - offset) * scale[..., None]).view(codes.shape)
+        return ((groups - self.offset(name, codes.dtype)) * scale[..., None]).view(codes.shape)
+
+    def offset(self, name: str, dtype: torch.dtype) -> Tensor | float:
+        """What is taken from the codes of a linear, which have this dtype, before they are scaled: (N, K / g, 1)."""
+        zero, middle = self.zero(name), 0.0 if dtype == torch.int8 else 8.0
+        return middle if zero is None else zero.float()[..., None] - (128 if dtype == torch.int8 else 0)
 
     def raw(self, name: str) -> Tensor:
         """A tensor as stored."""
@@ -129,7 +162,8 @@ class Export(ABC):
 
     def names(self) -> list[str]:
         """Names as in a plain Hugging Face checkpoint."""
-        return sorted((self.stored.keys() - self._hidden) | {f"{name}.weight" for name in self.linears})
+        shown = {name for name in self.stored.keys() - self._hidden if not name.endswith((".k_scale", ".v_scale"))}
+        return sorted(shown | {f"{name}.weight" for name in self.linears})
 
     def get(self, name: str) -> Tensor:
         owner = name.removesuffix(".weight")
@@ -169,3 +203,9 @@ def unpack_nibbles(words: Tensor, order: tuple[int, ...] = tuple(range(8))) -> T
     for i, place in enumerate(order):
         out[..., place] = ((words >> (4 * i)) & 15).to(torch.uint8)
     return out.flatten(1)
+
+
+def unpack_bytes(words: Tensor) -> Tensor:
+    """int32 (R, C) -> int8 (R, 4 C): column 4 j + i is bits 8 i .. 8 i + 7 of word j, less 128."""
+    parts = [((words >> (8 * i)) & 255) - 128 for i in range(4)]
+    return torch.stack(parts, -1).to(torch.int8).flatten(1)

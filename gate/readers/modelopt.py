@@ -1,6 +1,9 @@
-"""ModelOpt FP8, per tensor, static: the directory that vLLM and TensorRT-LLM both load.
+"""ModelOpt FP8: the directory that vLLM and TensorRT-LLM both load.
 
-    X.weight float8 E4M3 [N, K], X.weight_scale and X.input_scale float32, one value
+    FP8         X.weight float8 E4M3 [N, K], X.weight_scale and X.input_scale float32, one value
+    FP8_PB_WO   X.weight float8 E4M3 [N, K], X.weight_scale float32 [N / 128, 1, K / 128, 1]; inputs are rounded while
+                serving, in groups of 128
+    fp8 KV cache   A.k_proj.k_scale and A.v_proj.v_scale float32, one value, of each attention A
 
 TensorRT-LLM reads hf_quant_config.json; vLLM reads `quantization_config` of config.json, and the other file without it.
 """
@@ -12,7 +15,9 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from gate.readers._export import Export, InputQuant, Spec
+from gate.readers._export import BLOCK, Export, InputQuant, Spec
+
+CACHE = {"type": "float", "num_bits": 8}  # what config.json calls FP8
 
 
 class Reader(Export):
@@ -22,7 +27,7 @@ class Reader(Export):
 
     def check(self) -> None:
         self.exclude: dict[str, list[str]] = {}
-        algorithms = {}
+        algorithms, caches = {}, {}
         path = self.folder / "hf_quant_config.json"
         if not path.is_file():
             raise ValueError(f"{self.folder} has no hf_quant_config.json, the file TensorRT-LLM reads; write it")
@@ -31,9 +36,18 @@ class Reader(Export):
             sides["config.json"] = self.quantization
         for file, side in sides.items():
             algorithms[file] = side.get("quant_algo")
+            cache = side.get("kv_cache_quant_algo") or side.get("kv_cache_scheme")
+            caches[file] = "FP8" if isinstance(cache, dict) and CACHE.items() <= cache.items() else cache
             self.exclude[file] = side.get("exclude_modules", side.get("ignore")) or []
-        if set(algorithms.values()) != {"FP8"}:
-            raise ValueError(f"{self.folder}: quant_algo is {algorithms}; the gate reads FP8, the same in every file")
+        if set(algorithms.values()) not in ({"FP8"}, {"FP8_PB_WO"}):
+            raise ValueError(
+                f"{self.folder}: quant_algo is {algorithms}; the gate reads FP8 or FP8_PB_WO, the same in every file"
+            )
+        if list(caches.values()).count("FP8") not in (0, len(caches)) or any(
+            c not in (None, "FP8") for c in caches.values()
+        ):
+            raise ValueError(f"{self.folder}: the KV cache is {caches}; FP8 or nothing is read, the same in every file")
+        self._algorithm, self._cache = algorithms[path.name], caches[path.name]
         self._check_agreement()
 
     def excluded(self, name: str) -> bool:
@@ -51,17 +65,33 @@ class Reader(Export):
                     )
 
     def layout(self, name: str, rows: int, columns: int) -> dict[str, Spec]:
-        one = Spec(("F32",), ((), (1,)))
-        return {"weight": Spec(("F8_E4M3",), ((rows, columns),)), "weight_scale": one, "input_scale": one}
+        weight, one = Spec(("F8_E4M3",), ((rows, columns),)), Spec(("F32",), ((), (1,)))
+        if self._algorithm == "FP8":
+            return {"weight": weight, "weight_scale": one, "input_scale": one}
+        blocks = (-(-rows // BLOCK), 1, -(-columns // BLOCK), 1)
+        return {"weight": weight, "weight_scale": Spec(("F32",), (blocks,))}
 
     def shared(self) -> tuple[str, ...]:
-        return ("weight_scale", "input_scale")
+        return ("weight_scale", "input_scale") if self._algorithm == "FP8" else ()
+
+    def in_blocks(self, name: str) -> bool:
+        return self._algorithm == "FP8_PB_WO"
+
+    def has_cache_scales(self) -> bool:
+        return self._cache is not None
+
+    def cache_names(self, index: int) -> tuple[str, str]:
+        attention = f"{self.arch.blocks}.{index}.self_attn"
+        return f"{attention}.k_proj.k_scale", f"{attention}.v_proj.v_scale"
 
     def codes(self, name: str) -> Tensor:
         return self.raw(f"{name}.weight")
 
     def scale(self, name: str) -> Tensor:
-        return self.raw(f"{name}.weight_scale").float().view(1, 1)
+        scale = self.raw(f"{name}.weight_scale").float()
+        return scale[:, 0, :, 0] if self.in_blocks(name) else scale.view(1, 1)
 
     def input_quant(self, name: str) -> InputQuant:
-        return self.raw(f"{name}.input_scale").float().view(()) if name in self.linears else None
+        if name not in self.linears:
+            return None
+        return "group" if self.in_blocks(name) else self.raw(f"{name}.input_scale").float().view(())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gate._inputs import CacheScales
 from gate.readers import InputQuant
 from qat.arch import arch_of
 from qat.checkpoint import Tensors
@@ -36,8 +37,14 @@ def effective(config: Any) -> dict[str, Any]:
     return {k: v for k, v in config.to_dict().items() if k not in NOT_EFFECTIVE}
 
 
-def fingerprint(config: Any, tensors: Tensors, input_quant: Callable[[str], InputQuant] | None) -> str:
-    """Equal exactly when all that the forward pass depends on is: config, every tensor as float32, quantized inputs."""
+def fingerprint(
+    config: Any,
+    tensors: Tensors,
+    input_quant: Callable[[str], InputQuant] | None,
+    cache_scales: CacheScales | None = None,
+) -> str:
+    """Equal exactly when all that the forward pass depends on is: config, every tensor as float32, quantized inputs and
+    KV cache."""
     total = hashlib.sha256(digest(effective(config)).encode())
     for name in sorted(tensors.names()):
         _add(total, name, tensors.get(name))
@@ -49,6 +56,8 @@ def fingerprint(config: Any, tensors: Tensors, input_quant: Callable[[str], Inpu
                 _add(total, f"{name} inputs", how)
             else:
                 total.update(f"{name} inputs {how}".encode())
+        for scale in (cache_scales(index) if cache_scales else None) or ():
+            _add(total, f"{index} cache", scale)
     return total.hexdigest()[:32]
 
 

@@ -19,7 +19,7 @@ from gate import lint
 from gate.readers import open_export
 from qat import plugins
 from qat.checkpoint import INDEX
-from tests.artifacts import SCHEMES, config_of, make
+from tests.artifacts import SCHEMES, WIDE, config_of, make
 
 ENGINES = ("vllm", "transformers")
 Q0, K0, UP1 = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "model.layers.1.mlp.up_proj"
@@ -292,7 +292,7 @@ def test_what_our_own_writers_write_has_no_faults(tmp_path: Path, family: str, s
     ]
     artifact = make(
         tmp_path / "artifact",
-        config_of(family, tie_word_embeddings=family == "qwen2"),
+        config_of(family, tie_word_embeddings=family == "qwen2", **(WIDE if scheme == "fp8-block" else {})),
         scheme,
         frozenset({"self_attn.o_proj", "mlp.up_proj"}),
     )
