@@ -1,10 +1,10 @@
 """How much of the INT4 loss is recovered: one pipeline run per method and seed, numbers of the exported directory.
 
     python benchmarks/recovery.py recipe=smollm2_int4.yaml model.source=... data.evaluation.source=... \\
-        [methods=bias,bias+scale] [seeds=0,1,2] [out=benchmarks/results/recovery.json]
+        [methods=range,gptq,learned,bias,bias+scale,default] [seeds=0,1,2] [out=benchmarks/results/recovery.json]
 
-Other arguments are those of the recipe. Results are added to the JSON list after every run. `tuned:METHOD` first picks
-the rates by the KL on held-out windows of the *training* text (never the evaluation text), on the first seed.
+Other arguments are those of the recipe. Results are added to the JSON list after every run; a run whose method is not
+trained has one seed. All methods of a call share the run's folder, so that what they have in common is done once.
 """
 
 from __future__ import annotations
@@ -24,56 +24,63 @@ import torch
 from qat.recipe import load
 from qat.train import run
 
+ACTIVATION = ["calibrate.transform=none", "calibrate.range=activation"]
+NEAREST, UNTRAINED = [*ACTIVATION, "calibrate.round=nearest"], ["train=null"]
+BOTH = ["train.learn={bias: 3.0e-3, scale: 3.0e-3}"]
 METHODS = {
-    "bias": {"bias": 1e-2},
-    "bias+scale": {"bias": 3e-3, "scale": 3e-3},
-    "scale": {"scale": 3e-3},
+    "range": NEAREST + UNTRAINED,
+    "kl": ["calibrate.transform=none", "calibrate.range=kl", "calibrate.round=nearest", *UNTRAINED],
+    "awq": ["calibrate.transform=awq", "calibrate.range=activation", "calibrate.round=nearest", *UNTRAINED],
+    "gptq": [*ACTIVATION, "calibrate.round=gptq", *UNTRAINED],
+    "awq+gptq": ["calibrate.transform=awq", "calibrate.range=activation", "calibrate.round=gptq", *UNTRAINED],
+    "learned": [*ACTIVATION, "calibrate.round=learned", *UNTRAINED],
+    "bias": [*NEAREST, "train.learn={bias: 1.0e-2}"],
+    "bias+scale": [*NEAREST, *BOTH],
+    "gptq+bias+scale": [*ACTIVATION, "calibrate.round=gptq", *BOTH],
+    "learned+bias+scale": [*ACTIVATION, "calibrate.round=learned", *BOTH],
+    "default": [],
 }
-CANDIDATES = ({"bias": 1e-3, "scale": 3e-3}, {"bias": 3e-3, "scale": 5e-3})
 
 
-def once(arguments: list[str], learn: dict[str, float], seed: int) -> dict[str, Any]:
-    """Run the pipeline; returns the rows of the table by state, and the training stage's line of summary.json."""
-    recipe = load([*arguments, f"train.learn={json.dumps(learn)}", f"train.seed={seed}"])
+def once(arguments: list[str], method: str, seed: int) -> list[dict[str, Any]]:
+    """Run the pipeline; returns the JSON objects of the parent, of round-to-nearest and of the export."""
+    trained = "train=null" not in METHODS[method]
+    recipe = load([*arguments, *METHODS[method], *([f"train.seed={seed}"] if trained else [])])
     start = time.perf_counter()
     code = run(recipe)
-    assert code in (0, 3), f"the run ended with {code}"
+    assert code in (0, 3, 4), f"the run ended with {code}"
     verdict = json.loads((recipe.folder / "verdict.json").read_text(encoding="utf-8"))
     summary = json.loads((recipe.folder / "summary.json").read_text(encoding="utf-8"))
-    train = next(stage for stage in summary["stages"] if stage["name"] == "train")
-    return {
-        "rows": {row["state"]: row for row in verdict["table"]},
-        "train": train,
-        "evaluation": verdict["evaluation"],
-        "wall": time.perf_counter() - start,
-        "scheme": str(recipe.scheme),
-        "model": Path(recipe.model.source).stem,
-    }
-
-
-def record(found: dict[str, Any], method: str, learn: dict[str, float], seed: int) -> list[dict[str, Any]]:
-    """The JSON objects of one run: parent, round-to-nearest, the calibrated start, and the export."""
+    stages = {stage["name"]: stage for stage in summary["stages"]}
+    rows = {row["state"]: row for row in verdict["table"]}
     shared = {
-        "model": found["model"],
-        "scheme": found["scheme"].replace("int4-g64", "int4-g64-sym"),
+        "model": Path(recipe.model.source).stem,
+        "scheme": str(recipe.scheme) + ("-sym" if recipe.scheme.weights.symmetric else ""),
         "tool": "tare",
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "evaluation": found["evaluation"],
+        "evaluation": verdict["evaluation"],
     }
-    rows, train = found["rows"], found["train"]
-    out = []
-    for state, name, source in (
-        ("parent", "bf16", "parent"),
-        ("rtn", "rtn", "artifact"),
-        ("calibrate", "range", "artifact"),
-    ):
-        row = rows[state]
-        out.append({**shared, "method": name, "seed": None, **numbers(row), "source": source})
-    export = rows["compressed_tensors"]
-    trained = {"seconds": train["seconds"], "peak_gb": train["peak_gpu_gb"], "learn": learn}
-    trained["validation_kl"] = train["metrics"]["kl_end"]
-    out.append({**shared, "method": method, "seed": seed, **numbers(export), "source": "export", **trained})
-    return out
+    made = [stages[name] for name in ("calibrate", "train") if name in stages]
+    export = {
+        "method": method,
+        "calibrate": {question: choice["name"] for question, choice in recipe.model_dump()["calibrate"].items()},
+        "learn": dict(recipe.train.learn) if recipe.train else None,
+        "seed": seed if trained else None,
+        **numbers(rows[recipe.export.formats[0]]),
+        "source": "export",
+        "seconds": round(sum(stage["seconds"] for stage in made), 1),
+        "seconds_by_stage": {stage["name"]: stage["seconds"] for stage in made},
+        "peak_gb": max((stage["peak_gpu_gb"] or 0 for stage in made), default=None),
+        "peak_rss_gb": max(stage["peak_rss_gb"] for stage in made),
+    }
+    if trained:
+        export["validation_kl"] = stages["train"]["metrics"]["kl_end"]
+    print(f"{method} seed {seed}: {json.dumps(export)} wall {time.perf_counter() - start:.1f} s", flush=True)
+    return [
+        {**shared, "method": "bf16", "seed": None, **numbers(rows["parent"]), "source": "parent"},
+        {**shared, "method": "rtn", "seed": None, **numbers(rows["rtn"]), "source": "parent, rounded when read"},
+        {**shared, **export},
+    ]
 
 
 def numbers(row: dict[str, Any]) -> dict[str, Any]:
@@ -92,25 +99,11 @@ def main(argv: list[str]) -> None:
     seeds = [int(seed) for seed in own.get("seeds", "0,1,2").split(",")]
     path = Path(own.get("out", "benchmarks/results/recovery.json"))
     results: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-
-    def go(method: str, learn: dict[str, float], seed: int) -> dict[str, Any]:
-        found = once(arguments, learn, seed)
-        new = [r for r in record(found, method, learn, seed) if r not in results]
-        results.extend(new)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        last = new[-1] if new else {}
-        print(f"{method} seed {seed} {learn}: {json.dumps(last)} wall {found['wall']:.1f} s", flush=True)
-        return found
-
     for method in own.get("methods", "bias,bias+scale").split(","):
-        name = method.removeprefix("tuned:")
-        learn = METHODS[name]
-        if method.startswith("tuned:"):
-            tried = [(go(name, rates, seeds[0])["train"]["metrics"]["kl_end"], rates) for rates in (learn, *CANDIDATES)]
-            learn = min(tried, key=lambda pair: pair[0])[1]
-        for seed in seeds:
-            go(name, learn, seed)
+        for seed in seeds if "train=null" not in METHODS[method] else seeds[:1]:
+            results += [row for row in once(arguments, method, seed) if row not in results]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def _without_effect(scheme: Scheme, calibrate: Calibrate, train: Train | None) -
 
 def _inputs_without_effect(scheme: Scheme, chosen: str) -> Iterator[tuple[tuple[str, ...], str]]:
     """(path, problem) for a range of static activations and KV cache that does not do them, or has none to do."""
-    formats = (scheme.inputs, getattr(scheme, "kv_cache", None))
+    formats = (scheme.inputs, scheme.kv_cache)
     static = {fmt.dtype for fmt in formats if fmt is not None and not fmt.dynamic}
     does = {name: plugins.literal("calibrate.range", name, "INPUTS") for name in plugins.names("calibrate.range")}
     if not static and chosen != Calibrate.model_fields["inputs"].default:
