@@ -25,6 +25,7 @@ class InputStats:
     hessian: (K, K) float32, E[x x^T]: that of the squared error of the output, but for a factor 2.
     kl_hessian: (K, K) float32, E[w x x^T], where w says how much the model's output depends on the token.
     histogram: of the magnitudes |x_j| of all channels together.
+    notes: what a method found out on the way that the table of layers should say, e.g. the damping it had to use.
     A statistic that nobody asked for is None.
     """
 
@@ -32,6 +33,7 @@ class InputStats:
         self.needs = frozenset(needs)
         assert self.needs <= KNOWN, f"unknown input statistics {sorted(self.needs - KNOWN)}; known: {sorted(KNOWN)}"
         self.num_tokens, self.device = 0, torch.device(device)
+        self.notes: dict[str, float] = {}
 
         def zeros(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
             return torch.zeros(shape, dtype=dtype, device=device) if name in self.needs else None
