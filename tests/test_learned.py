@@ -134,12 +134,13 @@ def test_codes_stay_within_the_window_of_the_nearest(window: float) -> None:
 
 
 def test_the_same_seed_gives_the_same_bytes_and_leaves_the_global_generator_alone() -> None:
+    one, other = task_of(FORMATS[0]), task_of(FORMATS[0])
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = learned.block(task_of(FORMATS[0]), QUICK)
+    first = learned.block(one, QUICK)
     assert torch.equal(before, torch.get_rng_state())
     torch.manual_seed(2)
-    second = learned.block(task_of(FORMATS[0]), QUICK)
+    second = learned.block(other, QUICK)
     for name in first:
         assert torch.equal(first[name].codes, second[name].codes) and torch.equal(first[name].scale, second[name].scale)
 

@@ -80,7 +80,7 @@ class Learned:
         steps, inside, ratio, scale = self.steps(rows)
         grad = self.grad[rows].float()
         through = grad * inside
-        stretch = (grad.mul_(steps) - ratio.mul_(through)).sum(-1, keepdim=True)
+        stretch = (steps.mul_(grad) - ratio.mul_(through)).sum(-1, keepdim=True)
         return through.mul_(scale), stretch * self.start[rows]
 
     @torch.no_grad()
