@@ -78,7 +78,7 @@ def block(task: BlockTask, options: Options) -> dict[str, Quantized]:
     for number, chosen in enumerate(windows.draw(options.steps, options.batch, task.seed)):
         for part in parts:
             part.write()
-        windows.backward(chosen)
+        windows.backward(chosen, [part.grad for part in parts])
         share = 2 * (1 - number / options.steps) / options.steps  # of the whole way; about 1 in all
         for part in parts:
             part.step(number + 1, share * options.rate, share * options.scale_rate, options.window, stretches)
