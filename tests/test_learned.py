@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from calibrate.range import max as widest
 from calibrate.round import learned, nearest
 from calibrate.round._learned_loss import Windows
 from calibrate.round._learned_weights import Learned
 from calibrate.task import BlockTask
+from qat.artifact import Artifact
+from qat.plugins import ROOT
 from qat.quant import Quantized, dequantize, quantize, to_grid
 from qat.scheme import TensorFormat
+from tests.test_observe import INT4, WINDOWS, make, run
 
 FORMATS = [
     TensorFormat(group_size=8),
@@ -277,3 +284,47 @@ def test_every_window_is_drawn_equally_often(steps: int, batch: int, seed: int) 
     assert [len(chosen) for chosen in drawn] == [batch] * steps
     counts = torch.bincount(torch.tensor([i for chosen in drawn for i in chosen]), minlength=12)
     assert counts.max() - counts.min() <= 1
+
+
+def test_the_whole_model_comes_closer_to_its_parent(tmp_path: Path) -> None:
+    """By the runner, block after block; logits are those of Hugging Face's own forward pass."""
+    parent = AutoModelForCausalLM.from_pretrained(make(tmp_path / "parent"))
+    error = {}
+    for name, method in {"nearest": "nearest", "learned": {"name": "learned", "steps": 60, "batch": 4}}.items():
+        run(tmp_path / "parent", tmp_path / name, INT4, range="activation", round=method)
+        artifact = Artifact(tmp_path / name)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "parent")
+        for linear in artifact.formats:
+            model.get_submodule(linear).weight.data = artifact.get(f"{linear}.weight").float()
+        with torch.no_grad():
+            error[name] = (model(WINDOWS).logits - parent(WINDOWS).logits).square().mean().item()
+    assert error["learned"] < 0.8 * error["nearest"]
+
+
+RANKS = """
+import sys, torch
+sys.path[:0] = [{root!r}]
+torch.distributed.init_process_group("gloo")
+from calibrate.round import learned
+from tests.test_learned import FORMATS, QUICK, task_of
+found = learned.block(task_of(FORMATS[0]), QUICK)
+torch.save({{name: tuple(q) for name, q in found.items()}}, sys.argv[1] + str(torch.distributed.get_rank()))
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_work_and_agree(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS.format(root=str(ROOT)))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = subprocess.run([*launch, str(tmp_path / "found")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (torch.load(tmp_path / f"found{rank}") for rank in range(2))
+    one = learned.block(task_of(FORMATS[0]), QUICK)
+    start = rounded(task_of(FORMATS[0]))
+    for name, q in one.items():
+        assert all(torch.equal(a, b) for a, b in zip(first[name][:2], second[name][:2], strict=True))
+        # sums over tokens in another order move a weight that is near the middle of two codes
+        assert (first[name][0] == q.codes).float().mean() > 0.97, name
+    assert any(not torch.equal(one[name].codes, start[name].codes) for name in one)

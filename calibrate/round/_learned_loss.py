@@ -39,10 +39,10 @@ class Windows:
             del waiting[:batch]
 
     def backward(self, chosen: list[int], gradients: Sequence[Tensor]) -> None:
-        """Add the gradient of the mean loss of some windows to what the weights hold; `gradients`: all of that."""
+        """Add the gradient of the summed loss of some windows to what the weights hold; `gradients`: all of that."""
         with torch.enable_grad():
             for part in self._split(chosen):
-                (self._losses(part).sum() / len(chosen)).backward()
+                self._losses(part).sum().backward()  # a mean would have gradients that float16 takes for 0
         if self.world > 1:
             for gradient in gradients:
                 dist.all_reduce(gradient)
@@ -52,7 +52,7 @@ class Windows:
         """The mean loss of all windows."""
         losses = torch.zeros(len(self.place), dtype=torch.float64, device=self.device)
         for part in self._split(list(range(len(self.place)))):
-            losses[part] = self._losses(part).double()
+            losses[part] = self._losses(part).mean(-1).double()
         if self.world > 1:
             dist.all_reduce(losses)
         return losses.mean().item()
@@ -64,10 +64,10 @@ class Windows:
             yield mine[start : start + self.at_once]
 
     def _losses(self, chosen: list[int]) -> Tensor:
-        """The mean loss of each of some windows: float32 (len(chosen),)."""
+        """The loss of each token of some windows: float32 (len(chosen), length)."""
         targets = self._fetch(self.targets, chosen).float()
         error = (self.forward(self._fetch(self.inputs, chosen)).float() - targets).square().sum(-1)
-        return (error / targets.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)).mean(-1)
+        return error / targets.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
 
     def _fetch(self, batches: Batches, chosen: list[int]) -> Tensor:
         places = [self.place[i] for i in chosen]

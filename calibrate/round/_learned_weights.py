@@ -29,7 +29,7 @@ from calibrate.task import BlockTask
 from qat.quant import MIN_SCALE, Quantized, quantize
 
 TEMPORARIES = 4  # of a chunk's size that a step holds at once
-BETAS, EPSILON = (0.9, 0.999), 1e-12  # of Adam; gradients here are about 1e-6
+BETAS, EPSILON = (0.9, 0.999), 1e-12  # of Adam
 
 
 @dataclass

@@ -30,7 +30,6 @@ VERSION = 1
 NEEDS: set[str] = set()
 DTYPES = {"int4", "int8"}
 PREFIX = True
-TARGETS = True
 
 
 class Options(Section):
