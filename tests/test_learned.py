@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +20,7 @@ from calibrate.round import learned, nearest
 from calibrate.round._learned_loss import Windows
 from calibrate.round._learned_weights import Learned
 from calibrate.task import BlockTask
+from qat import plugins
 from qat.artifact import Artifact
 from qat.plugins import ROOT
 from qat.quant import Quantized, dequantize, quantize, to_grid
@@ -209,6 +211,22 @@ def test_a_token_far_larger_than_the_others_does_not_decide() -> None:
         return relative_error(rest, q)
 
     assert others(found) < 0.8 * others(start)
+
+
+def test_options_are_read_without_torch_and_checked() -> None:
+    read = plugins.options("calibrate.round", "learned")
+    assert read().model_dump() == learned.Options().model_dump()
+    with pytest.raises(ValidationError, match="checks 5 of 4 steps"):
+        read(steps=4, checks=5)
+
+
+def test_more_checks_never_keep_a_worse_block() -> None:
+    found = {}
+    for checks in (1, 20):
+        task = task_of(FORMATS[0])
+        q = learned.block(task, learned.Options(steps=20, batch=2, rate=8, checks=checks))
+        found[checks] = relative_error(task, q)
+    assert found[20] <= found[1] * (1 + 1e-5)
 
 
 def test_a_non_finite_start_is_named() -> None:

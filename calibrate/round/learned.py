@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from calibrate.round._learned_loss import Windows
 from calibrate.round._learned_weights import Weights
@@ -47,11 +47,17 @@ class Options(Section):
     grow: float = Field(1.25, ge=1)
     checks: int = Field(1, ge=1)
 
+    @model_validator(mode="after")
+    def _check(self) -> Options:
+        if self.checks > self.steps:
+            raise ValueError(f"checks {self.checks} of {self.steps} steps: there is at most one check a step")
+        return self
+
 
 def block(task: BlockTask, options: Options) -> dict[str, Quantized]:
     """Codes of all linears of a block, by name. The modules' weights are left replaced (`BlockTask.linears`).
 
-    Raises ValueError when the loss is not finite.
+    Raises ValueError when the loss of the start is not finite.
     """
     windows = Windows(task)
     weights = Weights(task, task.inputs[0].dtype)
