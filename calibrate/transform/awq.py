@@ -6,14 +6,13 @@ For the linears W that read one tensor x, from a norm or an earlier linear, equa
 
 Here the squared error over the calibration text is computed without keeping any x: with H = E[x x^T] and
 D = Q(W s) / s - W it is tr(D H D^T), summed over the linears, those of all experts by the tokens they saw. Q is
-rounding to nearest at the widest range, on the stored grid of scales; a search of the clip in each step, five ratios,
-gave no lower KL behind `range: activation`. The factors judged are those that can be stored (`_fold.allowed`).
-Exponents are compared on a sample of rows and the winner with s = 1 on all of them, so by this measure the result is
-never worse than none.
+rounding to nearest at the widest range, on the stored grid of scales; searching a clip in every step gave no lower KL
+behind `range: activation` (demo model). The factors judged are those that can be stored (`_fold.allowed`). Exponents
+are compared on a sample of rows, and the winner with s = 1 on all of them: by this measure none is never better.
 
-Where we differ from the paper: b is 0 or, with `weight: true`, 1 - a; the search goes from a coarse grid to a fine one;
-s has geometric mean 1, not sqrt(max s min s) = 1, which one dead channel would decide. A channel that was never seen
-gets that mean, so its weights keep their precision; the paper's rule would round them to 0.
+Where we differ from the paper: b is 0 or, with `weight: true`, 1 - a (SmolLM2: KL 0.183 against 0.190); the search goes
+from a coarse grid to a fine one; s has geometric mean 1, not sqrt(max s min s) = 1, which one dead channel would decide.
+A channel that was never seen gets that mean, so its weights keep their precision; the paper's rule would round it to 0.
 """
 
 from __future__ import annotations
