@@ -69,7 +69,11 @@ class Pair:
 
 
 def pairs(
-    weights: Mapping[str, Tensor], inputs: Mapping[str, InputStats], arch: Arch, scheme: Scheme, config: PretrainedConfig
+    weights: Mapping[str, Tensor],
+    inputs: Mapping[str, InputStats],
+    arch: Arch,
+    scheme: Scheme,
+    config: PretrainedConfig,
 ) -> Iterator[Pair]:
     """The pairs of a block with a quantized consumer: those of norms first, so that replaying has one order.
 

@@ -10,7 +10,6 @@ another linear are left alone, as in the paper. A channel without an input or a 
 
 from __future__ import annotations
 
-
 import torch
 from pydantic import Field
 from torch import Tensor
