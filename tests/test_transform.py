@@ -4,27 +4,35 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
 )
 
+from calibrate import observe
 from calibrate.inputs import InputStats
+from calibrate.table import rtn
 from calibrate.transform import _fold, awq, smoothquant
 from qat.arch import Arch, arch_of
 from qat.arch.llama import ARCH as LLAMA
+from qat.artifact import Artifact
+from qat.checkpoint import SafetensorsFolder
 from qat.quant import Quantized, dequantize, max_scale, quantize
 from qat.scheme import Scheme, TensorFormat
+from qat.sections import Calibrate
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -44,16 +52,6 @@ FP8 = Scheme.model_validate(
 )
 WINDOWS = torch.randint(0, 96, (4, 24), generator=torch.Generator().manual_seed(0))
 NEEDS = {"amax", "mean_abs", "second_moment", "hessian"}
-GEMMA = replace(
-    LLAMA,
-    norm_offset=1.0,
-    norm_pairs=(
-        LLAMA.norm_pairs[0],
-        LLAMA.norm_pairs[1],
-        ("pre_feedforward_layernorm", LLAMA.norm_pairs[2][1]),
-        LLAMA.norm_pairs[3],
-    ),
-)
 # gate_proj takes a router's place: it reads the norm, and is not one of the linears
 ROUTED = replace(LLAMA, linears=tuple(name for name in LLAMA.linears if name != "mlp.gate_proj"))
 MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any], Arch | None]] = {
@@ -62,7 +60,7 @@ MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any], Arch | None]] = 
     "llama-mha": (LlamaConfig, {"num_key_value_heads": 4, "head_dim": 8}, None),
     "qwen2": (Qwen2Config, {"head_dim": 8}, None),
     "mistral": (MistralConfig, {"head_dim": 8}, None),
-    "gemma": (Gemma3TextConfig, {"attention_bias": True, "layer_types": ["full_attention"] * 2}, GEMMA),
+    "gemma": (Gemma3TextConfig, {"attention_bias": True, "layer_types": ["full_attention"] * 2}, None),
     "router": (LlamaConfig, {}, ROUTED),
 }
 METHODS: dict[str, tuple[ModuleType, Scheme]] = {"awq": (awq, INT4), "smoothquant": (smoothquant, FP8)}
@@ -290,3 +288,32 @@ def test_only_factors_that_can_be_stored_are_allowed(exact: bool) -> None:
     torch.testing.assert_close(factors.inputs, torch.tensor(kept), rtol=2**-8, atol=0)
     torch.testing.assert_close(factors.stored, 1 / torch.tensor(kept))
     assert 100 / factors.inputs[0] == (100 / factors.inputs[0]).bfloat16()  # what the linears get is what the bias left
+
+
+def test_a_run_on_experts_keeps_the_router_exact(tmp_path: Path) -> None:
+    """Mixtral through the runner: the router takes powers of two, and the parent's block can be had again."""
+    torch.manual_seed(2)
+    config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data = torch.exp(2 * torch.randn(parameter.shape)).bfloat16()
+    model.save_pretrained(tmp_path / "parent")
+    chosen = Calibrate.model_validate({"transform": "awq", "range": "max"})
+    methods = {question: getattr(chosen, question) for question in observe.QUESTIONS}
+    tensors, out = SafetensorsFolder(tmp_path / "parent"), tmp_path / "out"
+    observe.run(config, tensors, INT4, WINDOWS, methods, tmp_path / "parent", out)
+    vectors = load_file(out / "transform-00001.safetensors")
+    router = "model.layers.1.block_sparse_moe.gate.weight"
+    factor = vectors[f"{router}#in"]
+    assert bool((factor != 1).any()) and bool((torch.frexp(factor).mantissa == 0.5).all())
+    artifact = Artifact(out)
+    assert torch.equal(artifact.get(router).float(), tensors.get(router).float() * factor)
+    norm = "model.layers.1.post_attention_layernorm.weight"
+    assert torch.equal(artifact.get(norm).float() * factor, tensors.get(norm).float())
+    for linear in artifact.formats:
+        if (name := f"{linear}.weight").startswith("model.layers.1."):
+            full = {name: tensors.get(name).float()}
+            _fold.replay(full, {key: v for key, v in vectors.items() if key.startswith(name)}, arch_of(config))
+            q = rtn(full[name], INT4.weights)
+            assert torch.equal(artifact.quantized(linear).codes, q.codes), name

@@ -10,9 +10,9 @@ rounding to nearest at the widest range, on the stored grid of scales; searching
 behind `range: activation` (demo model). The factors judged are those that can be stored (`_fold.allowed`). Exponents
 are compared on a sample of rows, and the winner with s = 1 on all of them: by this measure none is never better.
 
-Where we differ from the paper: b is 0 or, with `weight: true`, 1 - a (SmolLM2: KL 0.183 against 0.190); the search goes
-from a coarse grid to a fine one; s has geometric mean 1, not sqrt(max s min s) = 1, which one dead channel would decide.
-A channel that was never seen gets that mean, so its weights keep their precision; the paper's rule would round it to 0.
+Where we differ from the paper: b is 0 or, with `weight: true`, 1 - a (SmolLM2: KL 0.190 instead of 0.183); the search
+goes from a coarse grid to a fine one; s has geometric mean 1, not sqrt(max s min s) = 1, which one dead channel would
+decide. A channel never seen gets that mean, so its weights keep their precision; the paper's rule rounds them to 0.
 """
 
 from __future__ import annotations
