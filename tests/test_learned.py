@@ -190,6 +190,16 @@ def test_linears_with_formats_of_their_own_learn_together() -> None:
     assert relative_error(task, found) < 0.8 * relative_error(task, rounded(task))
 
 
+@pytest.mark.parametrize("fmt", [TensorFormat(dtype="int8"), TensorFormat(dtype="int8", group_size=8)], ids=str)
+def test_int8_keeps_its_signed_codes(fmt: TensorFormat) -> None:
+    task = task_of(fmt)
+    found = learned.block(task, QUICK)
+    assert relative_error(task, found) <= relative_error(task, rounded(task)) * (1 + 1e-5)
+    for q in found.values():
+        assert q.codes.dtype == torch.int8 and q.codes.min() < -64 and q.codes.max() > 64
+        assert torch.equal(quantize(dequantize(q, fmt), q.scale, q.zero, fmt), q.codes)
+
+
 def test_in_bfloat16_too() -> None:
     task = task_of(FORMATS[0], dtype=torch.bfloat16)
     found = learned.block(task, learned.Options(steps=100, batch=4))
