@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gate.readers import InputQuant
 from gate.readers._export import BLOCK
 from qat.arch import Arch
-from qat.fakequant import cache_argument
+from qat.fakequant import attach_cache
 
 CacheScales = Callable[[int], tuple[Tensor, Tensor] | None]
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -73,16 +73,10 @@ def hooks(
                 block.get_submodule(leaf).register_forward_pre_hook(_hook(how))
         scales = cache_scales(index) if cache_scales else None
         if scales is not None:
-            attention = block.get_submodule("self_attn")
-            attention.register_forward_pre_hook(_cache_hook(Cache(*scales), attention), with_kwargs=True)
+            attach_cache(block.get_submodule("self_attn"), Cache(*scales))
 
     return prepare
 
 
 def _hook(how: InputQuant) -> Callable[[nn.Module, Any], Any]:
     return lambda module, args: (quantize_input(args[0], how), *args[1:])
-
-
-def _cache_hook(cache: Cache, attention: nn.Module) -> Callable[..., Any]:
-    name = cache_argument(attention)
-    return lambda module, args, kwargs: (args, {**kwargs, name: cache})

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from qat.quant import Quantized, dequantize, fake_quant_cache, fake_quant_input, grouped, signed_codes
 from qat.scheme import TensorFormat
@@ -66,23 +67,19 @@ class QuantizedCache:
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return FakeQuantCache.apply(keys, self.k_scale), FakeQuantCache.apply(values, self.v_scale)
 
-    def attach(self, attention: nn.Module) -> None:
-        """Let every call of an attention module use this cache."""
-        attention.register_forward_pre_hook(self._put, with_kwargs=True)
 
-    def _put(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, cache_argument(module): self}
+def attach_cache(attention: nn.Module, cache: Any) -> RemovableHandle:
+    """Let every call of an attention module of transformers use `cache`, whose `update(keys, values, ...)` gets them as
+    they would be stored, (batch, heads, length, head size), and gives what attention goes on with.
 
-
-def cache_argument(attention: nn.Module) -> str:
-    """What an attention module of transformers calls the cache it is given; a name it does not know is ignored there.
-
-    Raises ValueError when it takes none that is known.
+    Raises ValueError when the module takes no cache under a known name: another would be ignored there.
     """
     names = inspect.signature(attention.forward).parameters
-    for name in ("cache", "past_key_values"):  # since 5.24, and before
-        if name in names:
-            return name
+    known = [name for name in ("cache", "past_key_values") if name in names]  # since transformers 5.24, and before
+    if known:
+        return attention.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, known[0]: cache}), with_kwargs=True
+        )
     raise ValueError(
         f"{type(attention).__name__} takes no cache under a known name ({', '.join(names)}); its keys and values "
         "cannot be seen or rounded: set scheme.kv_cache to null"

@@ -205,7 +205,8 @@ class Scheme(Section):
         return len({(fmt.dtype, fmt.per, fmt.group_size) for fmt in self.formats}) > 1
 
     def __str__(self) -> str:
-        parts = [str(self.weights), *([str(self.inputs)] if self.inputs else []), *(["kv8"] if self.kv_cache else [])]
+        weights = "/".join(dict.fromkeys(map(str, self.formats)))
+        parts = [weights, *([str(self.inputs)] if self.inputs else []), *(["kv8"] if self.kv_cache else [])]
         return "+".join(parts)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.artifact import Artifact
-from qat.fakequant import CompensatedLinear, OnGrid, QuantizedCache
+from qat.fakequant import CompensatedLinear, OnGrid, QuantizedCache, attach_cache
 from qat.model import Model
 from qat.quant import MIN_SCALE, Quantized
 
@@ -62,7 +62,8 @@ class Student(Model):
             self._fill_rest(index)
             attention = f"{self.arch.blocks}.{index}.self_attn"
             if (scales := artifact.cache_scales(attention)) is not None:
-                QuantizedCache(*(s.to(self.device) for s in scales)).attach(self.root.get_submodule(attention))
+                cache = QuantizedCache(*(s.to(self.device) for s in scales))
+                attach_cache(self.root.get_submodule(attention), cache)
         self.start = {kind: tensors for kind, tensors in start.items() if tensors}
         self.flat_start = {kind: torch.cat([t.flatten() for t in ts.values()]) for kind, ts in self.start.items()}
         self.delta = {kind: nn.Parameter(torch.zeros_like(t)) for kind, t in self.flat_start.items()}

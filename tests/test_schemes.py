@@ -22,7 +22,7 @@ from calibrate.round import nearest
 from calibrate.table import rtn
 from qat import plugins
 from qat.artifact import block_tensors
-from qat.fakequant import QuantizedCache, cache_argument
+from qat.fakequant import QuantizedCache, attach_cache
 from qat.model import Model
 from qat.quant import Quantized, dequantize, fake_quant_cache, fake_quant_input, max_scale, quantize, to_grid
 from qat.scheme import Scheme, TensorFormat
@@ -157,7 +157,7 @@ def test_attention_sees_rounded_keys_and_values_and_passes_the_gradient() -> Non
             return cache.update(x, 2 * x, 0)
 
     module, x = Attention(), random(7, 2, 3, 4, 5).requires_grad_()
-    QuantizedCache(torch.tensor([0.01]), torch.tensor([0.02])).attach(module)
+    attach_cache(module, QuantizedCache(torch.tensor([0.01]), torch.tensor([0.02])))
     keys, values = module(x, cache=DynamicCache())
     assert torch.equal(keys, fake_quant_cache(x, torch.tensor([0.01])))
     assert torch.equal(values, fake_quant_cache(2 * x, torch.tensor([0.02])))
@@ -167,7 +167,7 @@ def test_attention_sees_rounded_keys_and_values_and_passes_the_gradient() -> Non
 
 def test_attention_without_a_known_cache_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"Identity takes no cache under a known name \(input\)"):
-        cache_argument(nn.Identity())
+        attach_cache(nn.Identity(), DynamicCache())
 
 
 def test_int8_codes_are_stored_one_to_a_byte() -> None:
@@ -198,6 +198,7 @@ PER_TOKEN = {"per": "token", "dynamic": True}
 )
 def test_schemes_that_engines_run(scheme: dict[str, Any], kinds: set[str]) -> None:
     parsed = Scheme.model_validate(scheme)
+    assert all(str(fmt) in str(parsed) for fmt in parsed.formats)
     assert parsed.kinds == kinds and Scheme.model_validate(parsed.model_dump()) == parsed
 
 
