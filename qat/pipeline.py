@@ -118,7 +118,9 @@ def states_of(job: Job) -> list[gate.stage.State]:
             baseline = label(step.variant, "rtn")
             if step.name == "calibrate":
                 rtn = Rtn(parent.tensors, parent.arch, recipe.scheme)
-                key = manifest.digest(["rtn", recipe.scheme.model_dump()])
+                # of a quantized cache the baseline has the same scales: what it loses is by its weights
+                cache = gate.stage.artifact_state("", Artifact(stage.path), parent.config).cache_scales
+                key = manifest.digest(["rtn", recipe.scheme.model_dump(), stage.key if cache else None])
                 states.append(
                     gate.stage.State(
                         baseline,
@@ -129,6 +131,7 @@ def states_of(job: Job) -> list[gate.stage.State]:
                         str(recipe.scheme),
                         gate.stage.dynamic_inputs(recipe.scheme, rtn.covers),
                         baseline=baseline,
+                        cache_scales=cache,
                     )
                 )
         seconds = stage.manifest["seconds"]

@@ -13,10 +13,11 @@ def check_common(engine: str, found: Sequence[Layer], arch: Arch) -> None:
     """Fused linears are stored alike; int4 and int8 in multiples of 32, w8a8 and fp8 (16-byte rows of the matrix units)
     of 16. Blocks end where a fused linear's part does, and activations come in whole groups of 128."""
     check_fused(engine, found, arch)
-    fused = {leaf for group in arch.shared_input if len(group) > 1 for leaf in group}
+    blocks = {int(layer.name[len(arch.blocks) + 1 :].partition(".")[0]) for layer in found}
+    fused = {name for block in blocks for names in arch.fused(block) if len(names) > 1 for name in names}
     for layer in found:
         rows = columns = 32 if layer.inputs is None else 16
         if layer.kind == "fp8-block":
             columns = BLOCK
-            rows = BLOCK if layer.name[len(arch.blocks) + 1 :].partition(".")[2] in fused else rows
+            rows = BLOCK if layer.name in fused else rows
         check_multiples(f"{engine} {layer.kind}", [layer], rows, columns)
