@@ -110,19 +110,23 @@ class Block:
 
         streams: hidden states, "quantized" before the block and "parent" behind it.
         """
-        treatments = {group[0]: self.treatment(stats[group[0]]) for group in self.groups}
-        ranges: dict[str, tuple[Tensor, Tensor | None]] = {}
+        groups = [group for group in self.groups if not self.treatment(stats[group[0]])]
         for group in self.groups:
-            ranges |= self.ranges(group, stats[group[0]], treatments[group[0]])
+            if group not in groups:
+                self.quantize(group, stats[group[0]])
+        ranges: dict[str, tuple[Tensor, Tensor | None]] = {}
+        for group in groups:
+            ranges |= self.ranges(group, stats[group[0]])
+        linears = {name: linear for name, linear in self.linears.items() if name in ranges}
         weights = {name: self.full[f"{name}.weight"] for name in ranges}
         task = BlockTask(
-            self.linears, weights, self.formats, ranges, stats, forward, streams["quantized"], streams["parent"], seed
+            linears, weights, self.formats, ranges, stats, forward, streams["quantized"], streams["parent"], seed
         )
         method = self.methods["round"]
         with self.seconds.of("round"), torch.enable_grad():
             codes = method.module.block(task, method.options)
-        for group in self.groups:
-            self.store(group, ranges, codes, stats[group[0]], treatments[group[0]])
+        for group in groups:
+            self.store(group, ranges, codes, stats[group[0]])
 
     def treatment(self, stats: InputStats | None) -> str:
         """What the table says of linears without enough tokens: they are rounded to nearest at the widest range."""
