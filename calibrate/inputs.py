@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from calibrate.gram import add_gram
+from calibrate.gram import add_gram, mirrored
 from calibrate.histogram import Histogram
 
 # kl_hessian also needs `calibrate.sensitivity`, one backward pass through the whole model before the first block
@@ -55,7 +55,7 @@ class InputStats:
 
     @property
     def hessian(self) -> Tensor | None:
-        return self._mean(self._gram)
+        return None if self._gram is None else self._mean(mirrored(self._gram))
 
     @property
     def kl_hessian(self) -> Tensor | None:

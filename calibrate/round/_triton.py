@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from qat.scheme import TensorFormat
 
 ROWS = 32  # of a program
+NEAREST = tl.constexpr(1.5 * 2**23)  # added and taken away it rounds to the nearest integer, ties to even
 
 
 @triton.jit
@@ -28,7 +28,8 @@ def _columns(
         mine = tl.sum(tl.where(columns[:, None] == k, t, 0.0), 0)
         s = tl.load(scale + k * num_rows + rows, mask=live, other=1.0)
         z = tl.load(zero + k * num_rows + rows, mask=live, other=0.0) if HAS_ZERO else HALF
-        code = tl.minimum(tl.maximum(libdevice.rint(tl.div_rn(mine, s)), -z), 2 * HALF - 1 - z)
+        code = tl.minimum(tl.maximum(tl.div_rn(mine, s), -z), 2 * HALF - 1 - z)
+        code = (code + NEAREST) - NEAREST
         here = error + k * stride + rows
         lost = tl.load(here, mask=live, other=0.0) - code * s
         tl.store(here, lost, mask=live)

@@ -47,11 +47,13 @@ def codes(
     are, when all were. `inputs.notes["damping"]` says which damping was used. Raises ValueError when no token was seen,
     or H has no factor at any damping.
     """
-    assert inputs is not None and inputs.hessian is not None
+    assert inputs is not None
+    hessian = inputs.hessian  # made anew at each call
+    assert hessian is not None
     if not inputs.num_tokens:
         raise ValueError("no token of the calibration text came here; use more text, or round to nearest")
-    order = visits(inputs.hessian.diagonal(), scale.shape[1], options)
-    feedback, pivots, damping = factor(inputs.hessian, order, options.damping)
+    order = visits(hessian.diagonal(), scale.shape[1], options)
+    feedback, pivots, damping = factor(hessian, order, options.damping)
     inputs.notes["damping"] = damping
 
     def solve(rows: slice) -> Quantized:
