@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import gate.stage
 from qat.parent import Parent, open_parent
+from qat.plugins import ROOT
 from qat.tokens import windows
 
 TOKENS = "tokens.safetensors"
@@ -65,6 +67,8 @@ def random_llama(layers: int, out: Path, device: str) -> Path:
     with torch.device(device):
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, dtype="bfloat16", **LLAMA_3_8B)).bfloat16()
     model.save_pretrained(out)
+    for file in (ROOT / "recipes/demo/model").glob("*token*"):  # llm-compressor asks for one, and leaves it unused
+        shutil.copy(file, out)
     del model
     if device != "cpu":
         torch.cuda.empty_cache()

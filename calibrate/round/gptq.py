@@ -32,9 +32,9 @@ class Options(Section):
     factor. act_order: visit inputs by falling second moment, else as they are stored. refit: choose each group's scale
     (and zero point) when its turn comes."""
 
-    damping: float = Field(0.05, ge=0, le=1)
+    damping: float = Field(0.01, ge=0, le=1)
     act_order: bool = True
-    refit: bool = True
+    refit: bool = False
 
 
 @torch.no_grad()
