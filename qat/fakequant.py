@@ -1,8 +1,15 @@
-"""A linear whose codes are frozen and whose bias and scales are learned: y = x W(scale)^T + bias.
+"""A linear whose codes are frozen and whose bias, scales... are learned: y = x W^T + bias.
 
-The forward pass uses exactly what will be exported: scale and bias rounded to the shared 16-bit grid, the gradient
-passed straight through the rounding (Bengio, Leonard and Courville 2013). Without learned scales the weight is
-dequantized once; no gradient of the weight is ever formed for bias training.
+The weight is dequantized once, or once per step when something in it is learned, never per pass. Backward is written
+out: small gradients are added in float32 to the views in `grads`, and a gradient of the weight (a product as large as
+the forward pass) is formed only for what needs one.
+
+    learned          added to grads, G = dL/dy (tokens, N)                                 weight gradient
+    bias             sum_t G[t, n]                                                         no
+    scale, per row   sum_t G[t, n] (y[t, n] - bias[n]), which is sum_j dL/dS[n, j] S[n, j]  no
+    scale            sum over the group of D * W / S, where D = G^T x                       yes
+    zero             -S times the sum over the group of D                                   yes
+    codes            D * S                                                                  yes
 """
 
 from __future__ import annotations
@@ -13,22 +20,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from qat.quant import Quantized, dequantize, fake_quant_cache, fake_quant_input, grouped, signed_codes
+from qat.quant import Quantized, dequantize, fake_quant_cache, fake_quant_input, signed_codes
 from qat.scheme import TensorFormat
 
-
-class OnGrid(torch.autograd.Function):
-    """`quant.to_grid` without its check (which would stall a GPU at every step); the gradient passes unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.bfloat16().half().float()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+ROW, WEIGHT = "row", ("scale", "zero", "codes")
 
 
 class FakeQuantInput(torch.autograd.Function):
@@ -86,46 +84,90 @@ def attach_cache(attention: nn.Module, cache: Any) -> RemovableHandle:
     )
 
 
-class ScaledCodes(torch.autograd.Function):
-    """W[n, k] = codes[n, k] * scale[n, k // g]; dL/dscale[n, j] = sum over the group of dL/dW * codes.
-
-    codes: int8 (N, K / g, g), zero point already taken off. scale: (N, K / g) in the dtype of the computation.
-    """
+class _Linear(torch.autograd.Function):
+    """anchor: any tensor that needs a gradient, so that backward runs even where x needs none; it gets none."""
 
     @staticmethod
-    def forward(ctx: Any, codes: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(codes, scale)
-        return (codes * scale[..., None]).flatten(1)
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, linear: CompensatedLinear) -> Tensor:
+        y = F.linear(x, linear.weight, linear.bias)
+        learned = linear.grads
+        ctx.linear = linear
+        ctx.save_for_backward(
+            linear.weight, x if any(k in learned for k in WEIGHT) else None, y if ROW in learned else None
+        )
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        codes, scale = ctx.saved_tensors
-        return None, (grad.view(codes.shape) * codes).sum(-1, dtype=torch.float32).to(scale.dtype)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        weight, x, y = ctx.saved_tensors
+        linear: CompensatedLinear = ctx.linear
+        flat = grad.flatten(0, -2)  # (tokens, N)
+        learned = linear.grads
+        if "bias" in learned:
+            learned["bias"].add_(flat.sum(0, dtype=learned["bias"].dtype))
+        if ROW in learned:
+            total = (flat * y.flatten(0, -2)).sum(0, dtype=learned[ROW].dtype)
+            if linear.bias is not None:
+                total -= linear.bias * flat.sum(0, dtype=total.dtype)
+            learned[ROW].add_(total)
+        if x is not None:
+            linear.add_weight_grads(flat.t() @ x.flatten(0, -2))
+        return (grad @ weight if ctx.needs_input_grad[0] else None), None, None
 
 
 class CompensatedLinear(nn.Module):
-    """Takes the place of a linear in the student, which sets `scale` and `bias` before each forward pass.
+    """Takes the place of a linear in the student.
 
-    With learned scales it holds the signed `codes`, int8 (N, K / g, g); otherwise the dequantized `weight` (N, K).
+    weight: (N, K), frozen, in the dtype of the computation. bias: (N,) or None. signed: codes less zero points, int8
+    (N, K / g, g), when the weight is remade by `refresh`, else None. scale: float32 (N, K / g), as `signed`.
+    grads: where backward adds, float32: bias (N,), row (N,), scale and zero (N, K / g), codes (N, K).
     """
 
-    def __init__(self, q: Quantized, fmt: TensorFormat, learn_scale: bool, dtype: torch.dtype) -> None:
+    def __init__(self, q: Quantized, fmt: TensorFormat, remade: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        if learn_scale and not fmt.is_int:
-            raise ValueError(f"train.learn.scale trains int4 and int8 scales; {fmt} has none: learn the bias only")
-        self.codes: Tensor | None = None
-        self.weight: Tensor | None = None
-        if learn_scale:
-            self.codes = grouped(signed_codes(q).to(torch.int8), fmt.group_of(q.codes.shape[1]))
-        else:
-            self.weight = dequantize(q, fmt).to(dtype)
-        self.scale: Tensor | None = None
+        self.weight = nn.Parameter(dequantize(q, fmt).to(dtype), requires_grad=False)
+        self.signed: Tensor | None = None
+        if remade:
+            self.signed = signed_codes(q).to(torch.int8).view(*q.scale.shape, -1)
+        self.scale = q.scale if remade else None
+        self.rows = slice(None)
         self.bias: Tensor | None = None
+        self.grads: dict[str, Tensor] = {}
+        self.anchor: Tensor | None = None
         self.input_format: TensorFormat | None = None
         self.input_scale: Tensor | None = None
+
+    def refresh(self, signed: Tensor | None = None) -> None:
+        """Dequantize again, in place, with the current `scale`. signed: codes less zero points where they changed."""
+        signed = self.signed if signed is None else signed
+        assert signed is not None and self.scale is not None
+        with torch.no_grad():
+            weight = self.weight.data
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            torch.mul(signed, self.scale[self.rows, :, None], out=local.view(signed.shape))
+
+    def keep_rows(self, rows: slice) -> None:
+        """The weight was split over ranks and this one holds `rows`: of the codes no other are needed."""
+        self.rows = rows
+        if self.signed is not None:
+            self.signed = self.signed[rows].clone()
+
+    def add_weight_grads(self, weight_grad: Tensor) -> None:
+        """Reduce dL/dW (N, K) to the gradients of what is learned in the weight."""
+        assert self.scale is not None
+        by_group = weight_grad.view(*self.scale.shape, -1)
+        learned = self.grads
+        if "scale" in learned:  # the codes are W / S, so they need not be at hand
+            total = (by_group * self.weight.view(by_group.shape)).sum(-1, dtype=learned["scale"].dtype)
+            learned["scale"].add_(total.div_(self.scale))
+        if "zero" in learned:
+            learned["zero"].sub_(by_group.sum(-1, dtype=learned["zero"].dtype).mul_(self.scale))
+        if "codes" in learned:
+            learned["codes"].add_((by_group * self.scale[..., None]).view(weight_grad.shape))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.input_format is not None:
             x = FakeQuantInput.apply(x, self.input_format, self.input_scale)
-        weight: Any = self.weight if self.codes is None else ScaledCodes.apply(self.codes, self.scale)
-        return F.linear(x, weight, self.bias)
+        if not self.grads or not torch.is_grad_enabled():
+            return F.linear(x, self.weight, self.bias)
+        return _Linear.apply(x, self.anchor, self)

@@ -1,13 +1,12 @@
-"""The training loop: forward KL to the teacher's logits, AdamW over biases and scales, at most a few hundred steps.
+"""The training loop: AdamW over what is learned, at most a few hundred steps.
 
 Each rank takes its rows of the global batch; the small gradients are averaged over ranks in one reduction, so nothing
-else of the model is ever wrapped or moved. Every `save_every` steps the whole state goes to `resume.safetensors` in the
-stage's folder; the data order and the rate are functions of the step, so a resumed run has the same bits.
+else of the model is ever wrapped or moved. Every `save_every` steps the whole state goes to disk (qat/resume.py); the
+data order and the rate are functions of the step, so a resumed run has the same bits.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,22 +14,16 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors import safe_open
 from torch import Tensor
 
-from qat.artifact import save_tensors
-from qat.losses import kl
-from qat.model import Model
+from qat.backward import Backward, head_loss
+from qat.resume import load_state, save_state
 from qat.student import Student, run_blocks
+from qat.teacher import Resident, Teacher
 from qat.tokens import batches
 
-RESUME, HISTORY = "resume.safetensors", "history.json"
-UNIT_WINDOWS = 8  # windows on which the size of each linear's outputs is measured
+UNIT_WINDOWS = 8  # windows on which units and starts are measured
 VALIDATION = 8  # windows of the training text that are never trained on; they tell whether training helped
-LOGIT_BYTES = {
-    "cpu": 512 * 2**20,
-    "cuda": 4 * 2**30,
-}  # float32 logits alive at once; the head and the loss run in chunks of tokens
 
 
 def learning_rate(step: int, steps: int, warmup: int) -> float:
@@ -48,85 +41,41 @@ def split_validation(windows: Tensor) -> tuple[Tensor, Tensor]:
     return windows[:-held], windows[-held:]
 
 
-def head_loss(
-    teacher: Model, student: Student, target: Tensor, hidden: Tensor, temperature: float, tokens: int
-) -> Tensor:
-    """KL summed over the tokens of `hidden`, divided by `tokens`; runs backward into `hidden` when it needs a gradient.
+def rows_of(training: int, batch: int, seed: int, step: int, rank: int, world: int) -> Tensor:
+    """Numbers of the windows, of `training`, that a rank trains on in a step."""
+    rows = batch // world
+    return batches(torch.arange(training), batch, seed, step)[rank * rows : (rank + 1) * rows]
 
-    target, hidden: last block's outputs (batch, length, hidden). Logits exist for one chunk of tokens at a time.
-    """
-    leaf = hidden.detach().requires_grad_(hidden.requires_grad)
-    chunk = max(16, LOGIT_BYTES[hidden.device.type] // (4 * teacher.config.vocab_size * 6))
-    total = torch.zeros((), device=hidden.device)
-    for t, s in zip(target.flatten(0, 1).split(chunk), leaf.flatten(0, 1).split(chunk), strict=True):
-        with torch.no_grad():
-            goal = teacher.logits(t)
-        loss = kl(goal, student.logits(s), temperature) * (len(t) / tokens)
-        if leaf.requires_grad:
-            loss.backward()
-        total += loss.detach()
-    if leaf.requires_grad:
-        hidden.backward(leaf.grad)
-    return total
+
+def check_ranks(batch: int, accelerator: Accelerator) -> None:
+    """Raise ValueError when the batch does not split over the ranks, or the launcher wants to accumulate gradients."""
+    if batch % accelerator.num_processes:
+        world = accelerator.num_processes
+        raise ValueError(f"train.batch {batch} does not split over {world} processes; use a multiple of {world}")
+    if accelerator.gradient_accumulation_steps != 1:
+        raise ValueError("gradient accumulation is set in the launcher; the recipe owns it: use train.micro_batch")
 
 
 @torch.no_grad()
-def evaluate(teacher: Model, student: Student, windows: Tensor, temperature: float = 1.0) -> float:
-    """Mean KL per token over windows."""
-    total = torch.zeros((), device=teacher.device)
-    for ids in windows.split(1):
-        target, hidden = run_blocks(teacher, ids), run_blocks(student, ids)
-        total += head_loss(teacher, student, target, hidden, temperature, windows.numel())
+def evaluate(teacher: Teacher, student: Student, windows: Tensor, first: int) -> float:
+    """Mean KL per token over windows, which are numbered from `first` on. Inside `ends()`."""
+    total = torch.zeros((), device=student.device)
+    exact = Resident(teacher.model)
+    for number, ids in enumerate(windows.split(1), first):
+        target = (teacher.hidden(torch.tensor([number]), ids),)
+        hidden = run_blocks(student, ids)
+        total += head_loss(exact, student, target, hidden, ids.to(student.device), {"kl": 1.0}, 1.0, windows.numel())
     return total.item()
-
-
-def save_state(
-    folder: Path, params: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, history: dict[str, Any]
-) -> None:
-    """Parameters, AdamW moments and the history so far. The tensor file carries its step, so a torn pair is noticed."""
-    state: dict[str, Tensor] = {"step": torch.tensor(len(history["loss"]))}
-    for name, p in params.items():
-        state[f"{name}.param"] = p.detach()
-        state.update({f"{name}.{k}": v for k, v in optimizer.state[p].items()})
-    temporary = folder / (HISTORY + ".part")
-    temporary.write_text(json.dumps(history))
-    save_tensors(state, folder / RESUME)
-    temporary.replace(folder / HISTORY)
-
-
-def clear_state(folder: Path) -> None:
-    """Remove what `save_state` wrote."""
-    for name in (RESUME, HISTORY, HISTORY + ".part"):
-        (folder / name).unlink(missing_ok=True)
-
-
-def load_state(folder: Path, params: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Undo of `save_state`; None when there is nothing, or a pair that a kill tore apart (its part file still fits)."""
-    if not (folder / RESUME).exists():
-        return None
-    with safe_open(folder / RESUME, framework="pt") as f:
-        step = int(f.get_tensor("step"))
-        for candidate in (folder / HISTORY, folder / (HISTORY + ".part")):
-            history = json.loads(candidate.read_text()) if candidate.exists() else None
-            if history and len(history["loss"]) == step:
-                break
-        else:
-            return None
-        for name, p in params.items():
-            p.data.copy_(f.get_tensor(f"{name}.param"))
-            moments = {k: f.get_tensor(f"{name}.{k}") for k in ("step", "exp_avg", "exp_avg_sq")}
-            optimizer.state[p] = {k: v if k == "step" else v.to(p.device) for k, v in moments.items()}
-    return history
 
 
 def train(
     accelerator: Accelerator,
-    teacher: Model,
+    teacher: Teacher,
     student: Student,
     windows: Tensor,
     folder: Path,
     *,
-    rates: Mapping[str, float],
+    loss: Mapping[str, float],
     steps: int,
     batch: int,
     micro_batch: int | None,
@@ -134,50 +83,87 @@ def train(
     temperature: float,
     seed: int,
     save_every: int,
+    validate_every: int | None = None,
+    patience: int | None = None,
+    enough: float | None = None,
+    checkpointed: int = 0,
+    graph: bool = False,
     progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> dict[str, Any]:
-    """Train the student's biases and scales in place; returns the history (loss per step, validation KL, ranks).
+    """Train the student in place; returns the history.
 
-    rates: peak AdamW rate of each learnable (`bias`, `scale`). windows: (num_windows, length) token ids. Raises
-    FloatingPointError for a non-finite loss and ValueError when the batch does not split over the ranks.
+    windows: (num_windows, length) token ids. loss: weights of kl, ce, hidden. enough: held-out KL at which training
+    ends, or does not begin. With validate_every the student ends with the best deltas that were validated. History:
+    `loss` per step, `validation_start`, `validation` ([step, KL] pairs), `validation_end`, `ranks`, `ended` (why).
+    Raises FloatingPointError for a non-finite loss and ValueError when the batch does not split over the ranks.
     """
+    check_ranks(batch, accelerator)
     world, rank = accelerator.num_processes, accelerator.process_index
-    if batch % world:
-        raise ValueError(f"train.batch {batch} does not split over {world} processes; use a multiple of {world}")
-    if accelerator.gradient_accumulation_steps != 1:
-        raise ValueError("gradient accumulation is set in the launcher; the recipe owns it: use train.micro_batch")
     rows = batch // world
-    micro = min(micro_batch or rows, rows)
     training, held = split_validation(windows)
-    student.set_bias_unit(training[:UNIT_WINDOWS])
     params = student.delta
-    groups = [{"params": [params[kind]], "peak": rate} for kind, rate in rates.items() if kind in params]
+    groups = [{"params": [p], "peak": student.learn[kind].rate} for kind, p in params.items()]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
-    with teacher.ends(), student.ends():
-        history = load_state(folder, params, optimizer)
+    best: dict[str, Tensor] = {}
+    with student.ends():
+        student.begin(training[:UNIT_WINDOWS])
+        history = load_state(folder, params, optimizer, best)
+        student.refresh()
+
+        def validate() -> float:
+            return evaluate(teacher, student, held, len(training))
+
         if history is None:
-            history = {"loss": [], "validation_start": evaluate(teacher, student, held), "ranks": world}
-        for step in range(len(history["loss"]), steps):
-            ids = batches(training, batch, seed, step)[rank * rows : (rank + 1) * rows]
-            loss = torch.zeros((), device=teacher.device)
-            for part in ids.split(micro):
-                with torch.no_grad():
-                    target = run_blocks(teacher, part)
-                hidden = run_blocks(student, part)
-                loss += head_loss(teacher, student, target, hidden, temperature, ids.numel())
-            mean = average(accelerator, params, loss)
+            history = {"loss": [], "validation": [], "validation_start": validate(), "ranks": world, "ended": None}
+            if enough is not None and history["validation_start"] <= enough:
+                return {**history, "validation_end": history["validation_start"], "ended": "nothing to recover"}
+        tokens = rows * windows.shape[1]
+        backward = Backward(teacher, student, loss, temperature, tokens, checkpointed, graph)
+        while len(history["loss"]) < steps and history["ended"] is None:
+            step = len(history["loss"])
+            numbers = rows_of(len(training), batch, seed, step, rank, world)
+            backward.zero()
+            for part in numbers.split(min(micro_batch or rows, rows)):
+                backward.add(training[part], part)
+            student.pull()
+            mean = average(accelerator, params, backward.loss)
             if not math.isfinite(mean):
                 raise FloatingPointError(f"the loss is {mean} at step {step}; lower train.learn's rates")
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * learning_rate(step, steps, warmup)
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            student.refresh()
             history["loss"].append(mean)
             progress(step + 1, mean)
-            if accelerator.is_main_process and (step + 1) % save_every == 0 and step + 1 < steps:
-                save_state(folder, params, optimizer, history)
-        history["validation_end"] = evaluate(teacher, student, held)
+            if validate_every and ((step + 1) % validate_every == 0 or step + 1 == steps):
+                history["validation"].append([step + 1, validate()])
+                _judge(history, params, best, patience, enough)
+            saves = (step + 1) % save_every == 0 and step + 1 < steps
+            if accelerator.is_main_process and saves:
+                save_state(folder, params, optimizer, history, best)
+        if best:
+            for kind, p in params.items():
+                p.data.copy_(best[kind])
+            student.refresh()
+        history["validation_end"] = validate()
     return history
+
+
+def _judge(
+    history: dict[str, Any],
+    params: Mapping[str, Tensor],
+    best: dict[str, Tensor],
+    patience: int | None,
+    enough: float | None,
+) -> None:
+    """Keep the best deltas, and decide whether training has ended, after a validation."""
+    values = [value for _, value in history["validation"]]
+    if values[-1] <= min(values):
+        best |= {kind: p.detach().clone() for kind, p in params.items()}
+    if enough is not None and values[-1] <= enough:
+        history["ended"] = f"held-out KL {values[-1]:.4g} is at most train.enough"
+    elif patience is not None and len(values) - 1 - values.index(min(values)) >= patience:
+        history["ended"] = f"no better for {patience} validations"
 
 
 def average(accelerator: Accelerator, params: Mapping[str, Tensor], loss: Tensor) -> float:

@@ -61,6 +61,9 @@ def _gate(recipe: Recipe, root: dict[str, Any]) -> dict[str, Any]:
     return {"checks": checks, "text": root["evaluation"], "compute": recipe.compute.dtype}
 
 
+NO_EFFECT = ("save_every", "checkpoint", "cuda_graph")  # keys of train that do not decide its result
+
+
 def _steps(variant: str | None, recipe: Recipe, root: dict[str, Any], first: int) -> list[Step]:
     """The stages of one variant, when `first` steps come before them."""
     dumped = recipe.model_dump()  # as a whole: a section dumped by itself would lose the options of its plugins
@@ -80,8 +83,15 @@ def _steps(variant: str | None, recipe: Recipe, root: dict[str, Any], first: int
     # training depends on the engines: they decide which linears can hold a bias
     engines = sorted(recipe.export.engines)
     if recipe.train:
-        learning = {key: value for key, value in dumped["train"].items() if key != "save_every"}
-        content = {"train": learning, "text": root["training"], "engines": engines, "compute": dtype}
+        learning = {key: value for key, value in dumped["train"].items() if key not in NO_EFFECT}
+        versions = {kind: plugins.version("qat.learn", kind) for kind in learning["learn"]}
+        content = {
+            "train": learning,
+            "versions": versions,
+            "text": root["training"],
+            "engines": engines,
+            "compute": dtype,
+        }
         steps.append(Step("train", variant, content, (first,)))
     if recipe.until == "train":
         return steps

@@ -49,7 +49,7 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
     memory  0.6 GB for the process, and
             calibrate  the largest block and R at a, hidden states T h a for one or two streams (what is over
                        compute.activation_gb goes to disk)
-            train      both models: a (N + 2 R) + N c; block inputs (blocks + 8) m h a; four logits 4 m V
+            train      both models: a (2 N + R) + N; block inputs (blocks + 8) m h a; four logits 4 m V
             export     the largest block at 4, R at 2        gate    the largest block and R at a, 0.25 GB, two logits
     time    calibrate 6 N T, train 10 P T (teacher, forward, recomputed forward, backward), gate 2 P T (1 + formats),
             at `rate` operations a second; hashing and writing 0.3 GB a second
@@ -68,9 +68,7 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
     if step.name == "train" and recipe.train:
         train = recipe.train
         m = (train.micro_batch or train.batch) * train.length
-        memory = (
-            a * (linear + 2 * rest) + linear * code + (blocks + 8) * m * model.hidden * a + 16 * m * model.vocabulary
-        )
+        memory = a * (2 * linear + rest) + linear + (blocks + 8) * m * model.hidden * a + 16 * m * model.vocabulary
         return _needs(16 * linear / group, memory, 10 * model.matmul * train.steps * train.batch * train.length, rate)
     if step.name == "export":
         disk = linear * code + 2.5 * linear / group + 2 * rest

@@ -153,12 +153,14 @@ def _without_effect(scheme: Scheme, calibrate: Calibrate, train: Train | None) -
             able = [name for name in plugins.names(package) if dtypes <= set(plugins.literal(package, name, "DTYPES"))]
             yield ("calibrate", question), f"{chosen} does not do {dtype}; these do: {_listed(able)}"
     yield from _inputs_without_effect(scheme, calibrate.inputs.name)
-    if train and "scale" in train.learn and not scheme.weights.is_int:
-        yield (
-            ("train", "learn", "scale"),
-            f"trains the scales of int4 and int8, and {scheme.weights.dtype} has none of the kind; set "
-            "train.learn.scale to null, or train to null",
-        )
+    for kind in train.learn if train else ():
+        why = None
+        if missing := dtypes - set(plugins.literal("qat.learn", kind, "DTYPES")):
+            why = f"{kind} is not there to be learned in {_listed(missing)}"
+        elif plugins.literal("qat.learn", kind, "NEEDS_ZERO") and all(fmt.symmetric for fmt in scheme.formats):
+            why = f"symmetric {_listed(dtypes)} has no zero points"
+        if why:
+            yield ("train", "learn", kind), f"{why}; set train.learn.{kind} to null, or train to null"
 
 
 def _inputs_without_effect(scheme: Scheme, chosen: str) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -11,6 +11,7 @@ from pydantic import (
     Field,
     PositiveFloat,
     SerializeAsAny,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_serializer,
@@ -124,17 +125,30 @@ class Calibrate(Section):
     )
 
 
-LEARNABLE = ("bias", "scale")
+LOSSES = ("kl", "ce", "hidden")
 
 
 class Train(Section):
     """The compensation that is learned with the codes frozen."""
 
-    learn: dict[Literal["bias", "scale"], PositiveFloat] = Field(
-        {"bias": 3e-3, "scale": 3e-3}, min_length=1, description="what is learned (bias, scale) and its learning rate"
+    learn: dict[str, SerializeAsAny[Section]] = Field(
+        {"bias": {}, "scale": {}},
+        min_length=1,
+        validate_default=True,
+        description="what is learned: files of qat/learn with a rate, or {rate: ..., option: ...}; null takes one out",
     )
-    loss: Literal["kl"] = Field("kl", description="kl: forward KL to the full-precision parent's logits")
-    temperature: PositiveFloat = Field(1.0, description="divides both logits in the loss")
+    loss: dict[Literal["kl", "ce", "hidden"], PositiveFloat] = Field(
+        {"kl": 1.0},
+        min_length=1,
+        description="name, or name and weight, of kl: forward KL to the parent's logits; ce: next token; hidden: "
+        "relative squared error of the last hidden state",
+    )
+    temperature: PositiveFloat = Field(1.0, description="divides both logits in kl")
+    teacher: Literal["resident", "hidden"] | Annotated[int, Field(gt=0)] = Field(
+        "resident",
+        description="resident: the parent in memory; hidden: its last hidden states on disk; K: its K likeliest tokens "
+        "on disk (the rest counts as one: a lower bound of kl)",
+    )
     steps: int = Field(200, gt=0, description="optimizer steps")
     batch: int = Field(8, gt=0, description="sequences in a step, over all ranks")
     micro_batch: int | None = Field(None, gt=0, description="sequences at once on a device; null takes batch")
@@ -144,19 +158,55 @@ class Train(Section):
         ge=0,
         description="steps of rising learning rate; 10, or a tenth of fewer than 100 steps, when left out",
     )
+    enough: PositiveFloat | None = Field(
+        None, description="KL on held-out windows of the training text at which there is nothing left to recover"
+    )
+    validate_every: int | None = Field(
+        None, gt=0, description="steps between validations, the best of which is kept; null: before and after only"
+    )
+    patience: int | None = Field(None, gt=0, description="validations that are no better, after which training ends")
+    checkpoint: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+        "auto", description="blocks whose forward pass is repeated in backward; auto: as many as memory asks for"
+    )
+    cuda_graph: Literal["auto"] | bool = Field(
+        "auto", description="capture the step in a CUDA graph; auto: on a CUDA device, but for mixtures of experts"
+    )
     save_every: int = Field(50, gt=0, description="steps between checkpoints")
     seed: int = Field(0, ge=0, description="order of the sequences")
 
     @field_validator("learn", mode="before")
     @classmethod
-    def _check_learn(cls, value: Any) -> Any:
+    def _read_learn(cls, value: Any) -> Any:
+        value = {key: {} for key in value} if isinstance(value, list) else value
         if not isinstance(value, dict):
             return value
-        unknown = [key for key in value if key not in LEARNABLE]
+        found, lines = {}, []
+        for name, given in value.items():
+            if name not in plugins.names("qat.learn"):
+                lines.append(problem((name,), "unknown key" + did_you_mean(name, plugins.names("qat.learn"))))
+                continue
+            if given is None:  # `scale: null` learns no scale
+                continue
+            short = not isinstance(given, Mapping | Section)
+            try:
+                found[name] = plugins.options("qat.learn", name).model_validate({"rate": given} if short else given)
+            except ValidationError as error:
+                lines += [
+                    problem((name, *(() if short else e["loc"])), e["msg"], e["input"], e["type"])
+                    for e in error.errors()
+                ]
+        if lines:
+            raise problems("learn", lines)
+        return found
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _read_loss(cls, value: Any) -> Any:
+        value = {value: 1.0} if isinstance(value, str) else value
+        unknown = [key for key in value if key not in LOSSES] if isinstance(value, dict) else []
         if unknown:
-            hints = [(key, "unknown key" + did_you_mean(key, LEARNABLE)) for key in unknown]
-            raise problems("learn", [problem((key,), hint) for key, hint in hints])
-        return {key: rate for key, rate in value.items() if rate is not None}  # `scale: null` learns no scale
+            raise problems("loss", [problem((key,), "unknown key" + did_you_mean(key, LOSSES)) for key in unknown])
+        return {key: w for key, w in value.items() if w is not None} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _check(self) -> Train:
@@ -166,6 +216,17 @@ class Train(Section):
         if self.warmup >= self.steps:
             why = f"{self.warmup} leaves no step at the full rate, steps is {self.steps}; leave warmup out or lower it"
             lines.append(problem(("warmup",), why))
+        if self.temperature != 1 and "kl" not in self.loss:
+            lines.append(problem(("temperature",), "goes with the loss kl, which is not asked for"))
+        if isinstance(self.teacher, int) and "hidden" in self.loss:
+            why = f"{self.teacher} keeps likely tokens only, but the loss hidden needs states: take resident or hidden"
+            lines.append(problem(("teacher",), why))
+        if self.patience and not self.validate_every:
+            lines.append(problem(("patience",), "counts validations: set validate_every too"))
+        if self.validate_every and self.validate_every > self.steps:
+            lines.append(
+                problem(("validate_every",), f"{self.validate_every} is more than steps, which is {self.steps}")
+            )
         if lines:
             raise problems("Train", lines)
         return self

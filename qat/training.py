@@ -7,14 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
+from torch.distributed.device_mesh import init_device_mesh
 
 from qat import loop, report
 from qat.artifact import Artifact, derive
+from qat.backward import blocks_to_checkpoint, tokens_at_once
 from qat.model import Model
 from qat.parent import Parent
+from qat.resume import TEACHER, clear_state
 from qat.sections import Train
+from qat.shard import Shard
 from qat.student import Student
+from qat.teacher import HiddenCache, Resident, Teacher, TopCache
 from qat.tokens import Corpus
 
 
@@ -34,15 +39,35 @@ def run(
     windows that it did not train on.
     """
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no")
-    learn: dict[str, float] = {kind: rate for kind, rate in train.learn.items() if kind != "bias" or slots}
+    loop.check_ranks(train.batch, accelerator)
+    learn: dict[str, Any] = {kind: options for kind, options in train.learn.items() if kind != "bias" or slots}
     if not learn:
         raise ValueError("train.learn has only bias, but the engines load none; learn scale too, or set train to null")
-    teacher = Model(parent.config, parent.tensors, device, dtype, resident=True)
-    student = Student(teacher, Artifact(artifact_folder), learn, slots)
+    rows = train.batch // accelerator.num_processes
+    micro = min(train.micro_batch or rows, rows)
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    mesh = init_device_mesh(device.type, (accelerator.num_processes,)) if sharded else None
+    model = Model(
+        parent.config, parent.tensors, device, dtype, resident=True, prepare=Shard(mesh) if mesh is not None else None
+    )
+    teacher = teacher_of(train, model, corpus, out, accelerator, micro)
+    shard = None if mesh is None else Shard(mesh, "norm" in learn)
+    student = Student(model, Artifact(artifact_folder), learn, slots, shard)
+    with student.ends():
+        checkpointed = (
+            blocks_to_checkpoint(student, micro, train.length) if train.checkpoint == "auto" else train.checkpoint
+        )
+    graph = train.cuda_graph
+    if graph == "auto":
+        graph = device.type == "cuda" and model.arch.experts is None and not sharded  # whose kernels depend on the data
+    elif graph and sharded:
+        raise ValueError("train.cuda_graph is true, but weights split over ranks move in every step: set it to false")
+    elif graph and device.type != "cuda":
+        raise ValueError(f"train.cuda_graph is true, but this run computes on {device}: set it to auto or false")
     with report.Steps("train", total=train.steps) as steps:
 
         def progress(done: int, loss: float) -> None:
-            steps.advance(f"kl {loss:.4f}", by=done - steps.done)
+            steps.advance(f"loss {loss:.4f}", by=done - steps.done)
 
         history = loop.train(
             accelerator,
@@ -50,33 +75,67 @@ def run(
             student,
             corpus.windows,
             out,
-            rates=learn,
+            loss=dict(train.loss.items()),
             steps=train.steps,
             batch=train.batch,
-            micro_batch=train.micro_batch,
+            micro_batch=micro,
             warmup=train.warmup,
             temperature=train.temperature,
             seed=train.seed,
             save_every=train.save_every,
+            validate_every=train.validate_every,
+            patience=train.patience,
+            enough=train.enough,
+            checkpointed=checkpointed,
+            graph=graph,
             progress=progress,
         )
     start, end = history["validation_start"], history["validation_end"]
     if not end <= start:  # NaN is worse too
+        rates = {kind: options.rate for kind, options in learn.items()}
         raise ValueError(
             f"training made the model worse: KL on held-out windows of the training text went from {start:.3g} to "
-            f"{end:.3g}; lower the rates in train.learn ({dict(train.learn)}), or give more text than {corpus.source}"
+            f"{end:.3g}; lower the rates in train.learn ({rates}), or give more text than {corpus.source}"
         )
+    if history["ended"]:
+        report.say(f"train: ended after {len(history['loss'])} steps: {history['ended']}")
     if accelerator.is_main_process:
-        said = {"learned": sorted(learn), "steps": train.steps, "text": corpus.fingerprint}
-        derive(artifact_folder, out, student.overlay(), {"train": said})
-        loop.clear_state(out)
-    trained = sum(p.numel() for p in student.delta.values())
-    return {
+        done = len(history["loss"])
+        said = {"learned": sorted(learn), "steps": done, "text": corpus.fingerprint}
+        derive(artifact_folder, out, student.overlay() if done else {}, {"train": said})
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        clear_state(out)
+    metrics = {
         "kl_start": start,
         "kl_end": end,
-        "tokens": train.steps * train.batch * train.length,
-        "trained_parameters": trained,
+        "tokens": len(history["loss"]) * train.batch * train.length,
+        "trained_parameters": sum(p.numel() for p in student.delta.values()),
         "ranks": accelerator.num_processes,
         "text": corpus.fingerprint,
+        "checkpointed_blocks": checkpointed,
+        "cuda_graph": graph,
+        "ended": history["ended"],
+        "validation": history["validation"],
         "loss": history["loss"],
     }
+    return metrics | ({"teacher_tail": teacher.tail} if isinstance(teacher, TopCache) else {})
+
+
+def teacher_of(
+    train: Train, model: Model, corpus: Corpus, folder: Path, accelerator: Accelerator, batch: int
+) -> Teacher:
+    """What train.teacher asks for; a cache is computed here, for the windows that this rank will see."""
+    if train.teacher == "resident":
+        return Resident(model)
+    world, rank = accelerator.num_processes, accelerator.process_index
+    training, held = loop.split_validation(corpus.windows)
+    seen = [loop.rows_of(len(training), train.batch, train.seed, step, rank, world) for step in range(train.steps)]
+    last = torch.arange(len(training), len(training) + len(held))
+    numbers, path = torch.cat([*seen, last]), folder / f"{TEACHER}-{rank}-of-{world}"
+    if train.teacher == "hidden":
+        return HiddenCache(model, corpus.windows, numbers, path, batch)
+    if train.teacher > model.config.vocab_size:
+        raise ValueError(f"train.teacher {train.teacher} is more than the {model.config.vocab_size} tokens there are")
+    chunk = tokens_at_once(model.device, model.config.vocab_size)
+    return TopCache(model, corpus.windows, numbers, last, path, batch, train.teacher, train.temperature, chunk)

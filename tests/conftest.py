@@ -58,6 +58,18 @@ class Options(Section):
     windows: int | None = None
 """,
     "gate/lint.py": "VERSION = 1\n",
+    **{
+        f"qat/learn/{name}.py": f"""
+from pydantic import PositiveFloat
+from qat.scheme import Section
+VERSION = 1
+DTYPES = {dtypes}
+NEEDS_ZERO = {name == "zero"}
+class Options(Section):
+    rate: PositiveFloat = 3e-3
+"""
+        for name, dtypes in (("bias", {"int4", "int8", "fp8_e4m3"}), ("scale", {"int4", "int8"}), ("zero", {"int4"}))
+    },
 }
 
 RECIPE = """

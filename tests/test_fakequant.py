@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qat.fakequant import CompensatedLinear, OnGrid, ScaledCodes
+from qat.fakequant import CompensatedLinear
+from qat.parts import OnGrid, ToInteger
 from qat.quant import Quantized, scale_to_grid
 from qat.scheme import TensorFormat
 
@@ -53,42 +54,7 @@ def slow_weight(q: Quantized, scale: Tensor) -> Tensor:
     return out
 
 
-@settings(max_examples=25, deadline=None)
-@given(rows=st.integers(1, 5), groups=st.integers(1, 4), size=st.integers(1, 9), seed=st.integers(0, 99))
-def test_the_scale_gradient_is_autograds(rows: int, groups: int, size: int, seed: int) -> None:
-    random = torch.Generator().manual_seed(seed)
-    codes = torch.randint(-15, 16, (rows, groups, size), generator=random, dtype=torch.int8)
-    ours = torch.rand(rows, groups, generator=random).requires_grad_()
-    theirs = ours.detach().clone().requires_grad_()
-    weights = torch.randn(rows, groups * size, generator=random)
-    plain = (codes.float() * theirs[..., None]).reshape(rows, groups * size)
-    made = ScaledCodes.apply(codes, ours)
-    assert torch.equal(made, plain)
-    ((made - weights) ** 2).sum().backward()
-    ((plain - weights) ** 2).sum().backward()
-    assert torch.allclose(ours.grad, theirs.grad, rtol=1e-5, atol=1e-4)
-
-
-def test_the_scale_gradient_is_the_slope_of_the_loss() -> None:
-    random = torch.Generator().manual_seed(0)
-    codes = torch.randint(-8, 8, (3, 2, 4), generator=random, dtype=torch.int8)
-    scale = torch.rand(3, 2, generator=random, dtype=torch.float64)
-    x, target = torch.randn(5, 8, generator=random).double(), torch.randn(5, 3, generator=random).double()
-
-    def loss(scale: Tensor) -> Tensor:
-        return (F.linear(x, ScaledCodes.apply(codes, scale)) - target).square().sum()
-
-    leaf, step = scale.clone().requires_grad_(), 1e-4
-    loss(leaf).backward()
-    for n in range(3):
-        for j in range(2):
-            up, down = scale.clone(), scale.clone()
-            up[n, j] += step
-            down[n, j] -= step
-            slope = (loss(up) - loss(down)) / (2 * step)
-            assert torch.isclose(leaf.grad[n, j], slope, rtol=1e-5), (n, j)
-
-
+@settings(deadline=None)
 @given(st.lists(st.floats(-60000, 60000, width=32), min_size=1, max_size=20))
 def test_values_go_to_the_grid_and_gradients_straight_through(values: list[float]) -> None:
     x = torch.tensor(values, requires_grad=True)
@@ -105,36 +71,71 @@ def test_a_value_past_float16_becomes_infinite_and_not_wrong() -> None:
     assert torch.isinf(OnGrid.apply(torch.tensor([1e5, -1e5]))).all()
 
 
+@settings(deadline=None)
+@given(values=st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=20), seed=st.integers(0, 9))
+def test_integers_stay_in_their_range_and_gradients_that_lead_out_stop(values: list[float], seed: int) -> None:
+    x = torch.tensor(values, requires_grad=True)
+    y = ToInteger.apply(x, -3, 5)
+    assert y.tolist() == [min(5, max(-3, round(v))) for v in values]
+    grad = torch.randn(len(values), generator=torch.Generator().manual_seed(seed))
+    y.backward(grad)
+    for value, given_, got in zip(values, grad.tolist(), x.grad.tolist(), strict=True):
+        stops = (value > 5 and given_ < 0) or (value < -3 and given_ > 0)  # a step goes against the gradient
+        assert got == (0 if stops else given_)
+
+
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("learn_scale", [False, True])
-def test_the_forward_pass_uses_the_weight_that_is_exported(kind: str, learn_scale: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_forward_pass_uses_the_weight_that_is_exported(kind: str, dtype: torch.dtype) -> None:
     q, fmt = random_quantized(kind), FORMATS[kind]
-    if learn_scale and not fmt.is_int:
-        with pytest.raises(ValueError, match=r"train\.learn\.scale trains int4 and int8.*learn the bias only"):
-            CompensatedLinear(q, fmt, True, torch.float32)
-        return
-    linear = CompensatedLinear(q, fmt, learn_scale, torch.float32)
-    scale = scale_to_grid(q.scale * 1.1) if learn_scale else q.scale
-    linear.scale = scale
-    linear.bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(1))
-    x = torch.randn(2, 5, COLUMNS, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(linear(x), F.linear(x, slow_weight(q, scale), linear.bias))
+    linear = CompensatedLinear(q, fmt, fmt.is_int, dtype)
+    scale = q.scale
+    if fmt.is_int:
+        linear.scale = scale = scale_to_grid(q.scale * 1.1)
+        linear.refresh()
+    linear.bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = torch.randn(2, 5, COLUMNS, generator=torch.Generator().manual_seed(2)).to(dtype)
+    assert torch.equal(linear.weight, slow_weight(q, scale).to(dtype))
+    assert torch.equal(linear(x), F.linear(x, slow_weight(q, scale).to(dtype), linear.bias))
+
+
+LEARNED = (("bias",), ("row",), ("bias", "row"), ("scale",), ("bias", "scale"), ("scale", "zero", "codes"))
 
 
 @pytest.mark.parametrize("kind", INT)
-def test_bias_and_scale_get_the_gradients_of_a_plain_linear(kind: str) -> None:
+@pytest.mark.parametrize("learned", LEARNED)
+def test_gradients_are_those_of_a_plain_linear(kind: str, learned: tuple[str, ...]) -> None:
+    """Autograd through (codes - zero) * scale and F.linear, in float64, twice over (micro-batches add up)."""
     q, fmt = random_quantized(kind), FORMATS[kind]
     linear = CompensatedLinear(q, fmt, True, torch.float32)
-    linear.scale, linear.bias = q.scale.clone().requires_grad_(), torch.zeros(ROWS, requires_grad=True)
-    x = torch.randn(7, COLUMNS, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    linear(x).square().sum().backward()
-    weight = slow_weight(q, q.scale).requires_grad_()
-    other, bias = x.detach().clone().requires_grad_(), torch.zeros(ROWS, requires_grad=True)
-    F.linear(other, weight, bias).square().sum().backward()
-    signed = slow_weight(q, torch.ones_like(q.scale))
-    expected = (weight.grad * signed).view(*q.scale.shape, -1).sum(-1)
-    assert torch.allclose(linear.scale.grad, expected, rtol=1e-4, atol=1e-2)
-    assert torch.allclose(linear.bias.grad, bias.grad) and torch.allclose(x.grad, other.grad)
+    linear.anchor, linear.bias = torch.zeros((), requires_grad=True), torch.randn(ROWS, generator=torch.Generator())
+    groups = q.scale.shape[1]
+    shapes = {"bias": (ROWS,), "row": (ROWS,), "scale": (ROWS, groups), "zero": (ROWS, groups), "codes": q.codes.shape}
+    linear.grads = {name: torch.zeros(shapes[name]) for name in learned}
+    symmetric = torch.full((ROWS, groups), 0.0 if kind == "int8" else 8.0)
+    zero = symmetric if q.zero is None else q.zero
+    leaves = {"codes": q.codes, "zero": zero, "scale": q.scale, "bias": linear.bias, "row": torch.ones(ROWS)}
+    leaves = {name: value.double().requires_grad_() for name, value in leaves.items()}
+    by_group = leaves["codes"].view(ROWS, groups, -1) - leaves["zero"][..., None]
+    weight = (by_group * leaves["scale"][..., None]).view(ROWS, COLUMNS) * leaves["row"][:, None]
+    for seed in range(2):
+        x = torch.randn(7, COLUMNS, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        other = x.detach().double().requires_grad_()
+        linear(x[None]).square().sum().backward()
+        F.linear(other, weight, leaves["bias"]).square().sum().backward(retain_graph=True)
+        assert torch.allclose(x.grad.double(), other.grad, rtol=1e-4, atol=1e-3)
+    for name in learned:
+        expected = leaves[name].grad
+        assert torch.allclose(linear.grads[name].double(), expected, rtol=1e-4, atol=float(expected.abs().max()) * 1e-5)
+    assert linear.weight.grad is None and linear.anchor.grad is None
+
+
+def test_an_input_without_gradient_still_trains_the_linear() -> None:
+    q = random_quantized("group")
+    linear = CompensatedLinear(q, FORMATS["group"], False, torch.float32)
+    linear.anchor, linear.grads = torch.zeros((), requires_grad=True), {"bias": torch.zeros(ROWS)}
+    linear(torch.ones(3, COLUMNS)).sum().backward()
+    assert torch.equal(linear.grads["bias"], torch.full((ROWS,), 3.0))
 
 
 @pytest.mark.parametrize("static", [None, 0.02])

@@ -144,7 +144,7 @@ def test_variants_are_whole_recipes(fake_root: Path) -> None:
     assert [name for name, _ in recipe.by_variant] == ["fp8", "wide", "plain"]
     assert fp8_recipe.train is None and fp8_recipe.scheme.kinds == {"fp8-tensor"}
     assert wide.model_dump()["calibrate"]["range"] == {"name": "mse", "grid": 40, "norm": "l2"}
-    assert wide.train and wide.train.learn == {"bias": 0.003} and wide.train.steps == 20
+    assert wide.train and wide.model_dump()["train"]["learn"] == {"bias": {"rate": 0.003}} and wide.train.steps == 20
     assert plain.calibrate.range.name == "activation" and not plain.variants
     assert load(["recipe=small.yaml"]).by_variant == [(None, load(["recipe=small.yaml"]))]
 
@@ -309,10 +309,7 @@ def test_reading_a_recipe_imports_no_torch() -> None:
     ("override", "line"),
     [
         ("calibrate.range=activation", "calibrate.range: activation does not do fp8_e4m3; these do: max"),
-        (
-            "train={learn: {scale: 1e-3}}",
-            "train.learn.scale: trains the scales of int4 and int8, and fp8_e4m3 has none",
-        ),
+        ("train={learn: {scale: 1e-3}}", "train.learn.scale: scale is not there to be learned in fp8_e4m3; set train"),
     ],
 )
 def test_what_fp8_has_no_use_for_is_an_error(override: str, line: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from qat import plugins, starts
 from qat.artifact import Artifact, derive
 from qat.model import Model
 from qat.student import Student, run_blocks
@@ -66,7 +67,8 @@ def logits(model: Model) -> Tensor:
 
 
 def student_of(config: Any, artifact: Artifact, learn: Collection[str], slots: Collection[str] = ALL) -> Student:
-    return Student(Model(config, artifact, resident=True), artifact, learn, slots)
+    options = {kind: plugins.options("qat.learn", kind)() for kind in learn}
+    return Student(Model(config, artifact, resident=True), artifact, options, slots)
 
 
 def shake(student: Student) -> None:
@@ -74,6 +76,7 @@ def shake(student: Student) -> None:
     random = torch.Generator().manual_seed(3)
     for delta in student.delta.values():
         delta.data.copy_(torch.randn(delta.shape, generator=random) * 0.1)
+    student.refresh()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -107,6 +110,7 @@ def test_the_overlay_holds_the_chosen_slots_on_the_grid_and_no_code_changes(tmp_
     student = student_of(config, artifact, ("bias", "scale"), slots)
     shake(student)
     student.delta["scale"].data[:5] = -3.0  # would turn the sign
+    student.refresh()
     overlay = student.overlay()
     biases = {f"model.layers.{i}.{slot}.bias" for i in range(2) for slot in slots}
     scales = {f"{name}.scale" for name in artifact.formats}
@@ -153,16 +157,16 @@ def test_ends_are_the_teachers_tensors_and_not_trained(tmp_path: Path, tied: boo
     with student.ends():
         hidden = run_blocks(student, IDS)
         student.logits(hidden).sum().backward()
+    student.pull()
     assert student.delta["bias"].grad.abs().sum() > 0
     assert [n for n, p in student.root.named_parameters() if p.requires_grad or p.grad is not None] == []
     assert [n for n, p in student.teacher.root.named_parameters() if p.requires_grad or p.grad is not None] == []
 
 
-def test_the_bias_unit_is_the_size_of_the_teachers_outputs(tmp_path: Path) -> None:
+def test_the_bias_unit_is_the_size_of_the_outputs(tmp_path: Path) -> None:
     config, slots = config_of("llama"), ("self_attn.o_proj", "mlp.up_proj")
     artifact = make(tmp_path, config)
     student = student_of(config, artifact, ("bias",), slots)
-    student.set_bias_unit(IDS)
     reference, outputs = dense(config, artifact), {}
     names = [f"model.layers.{i}.{slot}" for i in range(2) for slot in slots]
     for name in names:
@@ -171,25 +175,23 @@ def test_the_bias_unit_is_the_size_of_the_teachers_outputs(tmp_path: Path) -> No
         )
     with torch.no_grad():
         reference(IDS)
-    expected = []
+    units = student.parts["bias"].views(starts.output_units(student, IDS), by_row=True)
+    assert set(units) == set(names)
     for name in names:
         channels = []
         for channel in outputs[name].unbind(-1):
             values = [v**2 for window in channel.tolist() for v in window[1:]]  # the first token is a sink
             channels.append((sum(values) / len(values)) ** 0.5)
-        expected += [sum(channels) / len(channels)] * len(channels)
-    assert torch.allclose(student.bias_unit, torch.tensor(expected), rtol=1e-4)
-    # the hooks are gone: another pass does not count
-    before = student.bias_unit.clone()
-    run_all = logits(student.teacher)
-    assert torch.equal(student.bias_unit, before) and torch.isfinite(run_all).all()
+        expected = torch.full((len(channels),), sum(channels) / len(channels))
+        assert torch.allclose(units[name], expected, rtol=1e-4)
+    assert not any(module._forward_hooks for module in student.root.modules())
 
 
 def test_a_bias_past_float16_is_not_exported(tmp_path: Path) -> None:
     config = config_of("llama")
     student = student_of(config, make(tmp_path, config), ("bias",))
     student.delta["bias"].data[3] = 1e6
-    with pytest.raises(ValueError, match=r"q_proj.bias was trained past 65504"):
+    with pytest.raises(ValueError, match=r"_proj.bias was trained past 65504"):
         student.overlay()
 
 

@@ -1,0 +1,40 @@
+"""A compensation bias per output channel: start + unit * delta, where the unit is the size of the linear's outputs.
+
+One rate then fits layers of any size. `start: mean` begins with the closed-form correction of each output's mean error
+(Nagel et al. 2019, "Data-free quantization through weight equalization and bias correction", section 4.2), with inputs
+from the quantized prefix and without the first tokens of a window: their massive activations would swamp the mean.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PositiveFloat
+
+from qat.scheme import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VERSION = 1
+DTYPES = {"int4", "int8", "fp8_e4m3"}
+NEEDS_ZERO = False
+PART, PER = "bias", "value"
+
+
+class Options(Section):
+    rate: PositiveFloat = Field(3e-3, description="in units of the rms output of the linear")
+    start: Literal["stored", "mean"] = Field("stored", description="stored: the artifact's bias, or 0; mean: see above")
+    skip_tokens: int = Field(4, ge=0, description="start: mean leaves out so many first tokens of each window")
+
+
+def apply(value: Tensor, delta: Tensor, unit: Any) -> Tensor:
+    return value + unit * delta
+
+
+def begin(student: Any, options: Options, windows: Tensor) -> None:
+    from qat import starts
+
+    if options.start == "mean":
+        starts.correct_means(student, windows, options.skip_tokens)
+    student.parts[PART].unit = starts.output_units(student, windows)

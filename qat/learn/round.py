@@ -1,0 +1,38 @@
+"""Which code: the stored one or a neighbour, learned end to end; the gradient passes straight through the rounding.
+
+One float32 number per weight, and two more in AdamW: 12 bytes per weight beside the model, so this is for small models.
+The change is held within one code (GPTQ's codes are not the nearest ones; a wider window forgets them). `start:
+residual` begins where the parent's weight lies between the codes, so that one near the boundary is the first to move.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PositiveFloat
+
+from qat.scheme import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VERSION = 1
+DTYPES = {"int4", "int8"}
+NEEDS_ZERO = False
+PART, PER = "codes", "value"
+
+
+class Options(Section):
+    rate: PositiveFloat = Field(1e-3, description="in codes; half a code is what it takes to move from a stored code")
+    start: Literal["stored", "residual"] = Field("residual", description="where between the codes learning begins")
+
+
+def apply(value: Tensor, delta: Tensor, unit: Any) -> Tensor:
+    return value + delta
+
+
+def begin(student: Any, options: Options, windows: Tensor) -> None:
+    from qat import starts
+
+    if options.start == "residual":
+        student.delta["round"].data.copy_(starts.residuals(student))
