@@ -68,6 +68,7 @@ class Block:
         self.stored: dict[str, Tensor] = {}
         self.vectors: dict[str, Tensor] = {}
         self.rows: list[dict[str, Any]] = []
+        self.times: list[dict[str, Any]] = []
         self.plain: dict[str, float | None] = {}  # weighted error of round-to-nearest before the transform
 
     @property
@@ -90,13 +91,14 @@ class Block:
 
     def quantize(self, group: Sequence[str], stats: InputStats | None) -> float:
         """Choose ranges and codes of one group, store them, and put the quantized weights into the module."""
-        treatment = self.treatment(stats)
+        treatment, before = self.treatment(stats), dict(self.seconds)
         ranges = self.ranges(group, stats, treatment)
         rounding = Chosen("nearest", nearest, nearest.Options()) if treatment else self.methods["round"]
         codes: dict[str, Quantized] = {}
         with self.seconds.of("round"), naming(", ".join(group)):
             for names in self._alike(group):
                 codes |= self._round(rounding, names, [ranges[name] for name in names], stats)
+        self._share_time(group, before)
         return self.store(group, ranges, codes, stats, treatment)
 
     def quantize_whole(
@@ -114,6 +116,7 @@ class Block:
         for group in self.groups:
             if group not in groups:
                 self.quantize(group, stats[group[0]])
+        before = dict(self.seconds)
         ranges: dict[str, tuple[Tensor, Tensor | None]] = {}
         for group in groups:
             ranges |= self.ranges(group, stats[group[0]])
@@ -125,8 +128,15 @@ class Block:
         method = self.methods["round"]
         with self.seconds.of("round"), torch.enable_grad():
             codes = method.module.block(task, method.options)
+        self._share_time(list(ranges), before)
         for group in groups:
             self.store(group, ranges, codes, stats[group[0]])
+
+    def _share_time(self, names: Sequence[str], before: Mapping[str, float]) -> None:
+        spent = {
+            what: (self.seconds.get(what, 0.0) - before.get(what, 0.0)) / len(names) for what in ("range", "round")
+        }
+        self.times += [{"layer": name, **{what: f"{t:.4f}" for what, t in spent.items()}} for name in names]
 
     def treatment(self, stats: InputStats | None) -> str:
         """What the table says of linears without enough tokens: they are rounded to nearest at the widest range."""
@@ -226,12 +236,13 @@ class Block:
     def _has_scale(self, name: str) -> bool:
         return f"{name}.input_scale" in self.stored
 
-    def save(self, out: Path, file: str, table_file: str) -> float:
+    def save(self, out: Path, file: str, stem: str) -> float:
         """Write the block's file and its rows of the table; returns its mean relative error."""
         self._share_input_scales()
         if self.vectors:
             save_tensors(self.vectors, out / f"transform-{self.index:05d}.safetensors")
-        table.write(self.rows, out / table_file)
+        table.write(self.rows, out / f"{stem}-{table.TABLE}")
+        table.write(self.times, out / f"{stem}-{table.SECONDS}", table.SECONDS_COLUMNS)
         save_tensors({**self.full, **self.stored}, out / file)
         return sum(row["error"] for row in self.rows) / max(1, len(self.rows))
 

@@ -82,13 +82,16 @@ def run(
     todo = runner.todo()
     if runner.writes and not (out / REST).exists():
         outside = [name for name in tensors.names() if not name.startswith(runner.model.arch.blocks + ".")]
-        save_tensors({name: runner.read(name) for name in outside}, out / REST)
+        with runner.seconds.of("embedding and head"):
+            save_tensors({name: runner.read(name) for name in outside}, out / REST)
     runner.blocks(todo, activation_bytes, progress)
     if not runner.writes:
         return {}
     for file in side_files(source):
         shutil.copyfile(file, out / file.name)
-    rows = table.join([out / _table_file(index) for index in range(runner.num_blocks)], out / table.TABLE)
+    stems = [_stem(index) for index in range(runner.num_blocks)]
+    rows = table.join([out / f"{stem}-{table.TABLE}" for stem in stems], out / table.TABLE)
+    table.join([out / f"{stem}-{table.SECONDS}" for stem in stems], out / table.SECONDS, table.SECONDS_COLUMNS)
     for left in (*out.glob(TOKEN_WEIGHTS.format(rank="*", world="*")), *out.glob(f".{STATES}-*")):
         left.unlink()
     said = {question: {"name": m.name, **m.options.model_dump()} for question, m in methods.items()}
@@ -124,7 +127,8 @@ class _Runner:
         }
         rounding = self.methods["round"].module
         self.prefix, self.whole_block = getattr(rounding, "PREFIX", False), hasattr(rounding, "block")
-        self.model = Model(config, tensors, device, dtype)
+        self.held = _Held(tensors)
+        self.model = Model(config, self.held, device, dtype)
         self.num_blocks = len(self.model.blocks)
         self.seconds = Seconds()
         many = dist.is_available() and dist.is_initialized()
@@ -221,16 +225,20 @@ class _Runner:
     def quantize(self, index: int, streams: Streams | None) -> float:
         """Write a block's file and its rows of the table; returns its mean relative error."""
         prefix, device = f"{self.model.arch.blocks}.{index}.", self.model.device
-        full = {name: self.read(name) for name in sorted(self.tensors.names()) if name.startswith(prefix)}
         groups = self.groups(index)
-        for name in [name for group in groups for name in group]:
-            full[f"{name}.weight"] = full[f"{name}.weight"].to(device, torch.float32)
+        with self.seconds.of("read"):
+            full = {name: self.read(name) for name in sorted(self.tensors.names()) if name.startswith(prefix)}
+            for name in [name for group in groups for name in group]:
+                full[f"{name}.weight"] = full[f"{name}.weight"].to(device, torch.float32)
+        self.held.held = dict(full)
         with self.model.block(index):
+            self.held.held = {}
             block = Block(
                 self.model, index, full, groups, self.formats, self.scheme, self.methods, self.num_tokens, self.seconds
             )
             self.codes(block, streams)
-            return block.save(self.out, block_file(index), _table_file(index)) if self.writes else 0.0
+            with self.seconds.of("write"):
+                return block.save(self.out, block_file(index), _stem(index)) if self.writes else 0.0
 
     def codes(self, block: Block, streams: Streams | None) -> None:
         """Transform, ranges and codes of one block; the streams move behind it."""
@@ -260,5 +268,18 @@ class _Runner:
             block.scale_cache(recorder)
 
 
-def _table_file(index: int) -> str:
-    return f"block-{index:05d}.csv"
+def _stem(index: int) -> str:
+    return f"block-{index:05d}"
+
+
+class _Held:
+    """The parent, but for tensors of one block that are in memory already."""
+
+    def __init__(self, parent: Tensors) -> None:
+        self.parent, self.held = parent, dict[str, Tensor]()
+
+    def names(self) -> list[str]:
+        return self.parent.names()
+
+    def get(self, name: str) -> Tensor:
+        return self.held[name] if name in self.held else self.parent.get(name)

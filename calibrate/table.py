@@ -1,21 +1,26 @@
-"""layers.csv: what quantization did to each linear. No times in it, so that equal results are equal bytes.
+"""layers.csv: what quantization did to each linear. Times are in seconds.csv, so that equal results are equal bytes.
 
 layer, format, range, round   what was done
 treatment                     what was done instead, for want of tokens; else empty
+damping                       of the Hessian, where the rounding had to factor one
 clip_ratio                    mean of its scales over those of RTN
 error_rtn, _range, error      sum (W_q - W)^2 / sum W^2: of RTN, of the nearest codes in the chosen range, of what is
                               stored; all after the transform
 weighted_error_...            the same errors of the output, (W_q - W) H (W_q - W)^T, with H = E[x x^T], or its diagonal
                               where no method asked for all of it; `plain` is RTN before the transform
 bias_change                   largest change of its bias by the 16-bit grid; empty without a bias
+
+seconds.csv: layer, range, round: wall time of the choices, shared out evenly over linears that were handled together.
 """
 
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from calibrate.inputs import InputStats
@@ -25,7 +30,7 @@ from calibrate.rows import at, each
 from qat.quant import Quantized, dequantize
 from qat.scheme import TensorFormat
 
-TABLE = "layers.csv"
+TABLE, SECONDS = "layers.csv", "seconds.csv"
 ERRORS = (
     "error_rtn",
     "error_range",
@@ -35,7 +40,8 @@ ERRORS = (
     "weighted_error_range",
     "weighted_error",
 )
-COLUMNS = ("layer", "format", "range", "round", "treatment", "clip_ratio", *ERRORS, "bias_change")
+SECONDS_COLUMNS = ("layer", "range", "round")
+COLUMNS = ("layer", "format", "range", "round", "treatment", "damping", "clip_ratio", *ERRORS, "bias_change")
 
 
 def rtn(weight: Tensor, fmt: TensorFormat) -> Quantized:
@@ -63,21 +69,26 @@ def line(
 
     plain: `rtn_error` before the transform.
     """
-    states = {
-        "rtn": rtn(weight, fmt),
-        "range": nearest.codes(weight, *chosen, fmt, None, nearest.Options()),
-        "": q,
-    }
+    plain_rtn, importance = rtn(weight, fmt), _importance(inputs)
+    states = {"rtn": plain_rtn, "range": plain_rtn, "": q}
+    if not torch.equal(chosen[0], plain_rtn.scale) or not _same(chosen[1], plain_rtn.zero):
+        states["range"] = nearest.codes(weight, *chosen, fmt, None, nearest.Options())
     found: dict[str, Any] = {"layer": name, "format": str(fmt)}
-    found["clip_ratio"] = (q.scale / states["rtn"].scale).mean().item()
-    importance = _importance(inputs)
+    found["clip_ratio"] = (q.scale / plain_rtn.scale).mean().item()
+    known: dict[int, tuple[float, float | None]] = {}
     for state, values in states.items():
+        if id(values) not in known:
+            weighted = None if importance is None else _relative(values, weight, fmt, importance)
+            known[id(values)] = _relative(values, weight, fmt, None), weighted
         end = f"_{state}" if state else ""
-        found[f"error{end}"] = _relative(values, weight, fmt, None)
-        if importance is not None:
-            found[f"weighted_error{end}"] = _relative(values, weight, fmt, importance)
-    found["weighted_error_plain"] = found.get("weighted_error_rtn") if plain is None else plain
+        found[f"error{end}"], found[f"weighted_error{end}"] = known[id(values)]
+    found["weighted_error_plain"] = found["weighted_error_rtn"] if plain is None else plain
+    found["damping"] = None if inputs is None else inputs.notes.get("damping")
     return found
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
 
 
 def _importance(inputs: InputStats | None) -> Tensor | None:
@@ -89,8 +100,8 @@ def _importance(inputs: InputStats | None) -> Tensor | None:
 
 def _relative(q: Quantized, weight: Tensor, fmt: TensorFormat, importance: Tensor | None) -> float:
     def energy(x: Tensor) -> float:
-        if importance is not None and importance.ndim == 2:
-            return ((x @ importance) * x).sum().item()
+        if importance is not None and importance.ndim == 2:  # three digits will do, at a fraction of the time
+            return ((x.bfloat16() @ importance.bfloat16()).float() * x).sum().item()
         return (x.square() if importance is None else x.square() * importance).sum().item()
 
     def of(rows: slice) -> tuple[float, float]:
@@ -101,9 +112,9 @@ def _relative(q: Quantized, weight: Tensor, fmt: TensorFormat, importance: Tenso
     return lost / (total or 1.0)
 
 
-def write(rows: list[dict[str, Any]], path: Path) -> None:
+def write(rows: list[dict[str, Any]], path: Path, columns: Sequence[str] = COLUMNS) -> None:
     with path.open("w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(f, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
@@ -113,10 +124,10 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(f))
 
 
-def join(parts: list[Path], out: Path) -> list[dict[str, str]]:
+def join(parts: list[Path], out: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
     """Put the tables of all blocks into one, and remove them; returns its rows, also when that was done before."""
     if all(part.exists() for part in parts):
-        write([row for part in parts for row in read(part)], out.with_name(out.name + ".part"))
+        write([row for part in parts for row in read(part)], out.with_name(out.name + ".part"), columns)
         out.with_name(out.name + ".part").replace(out)
     for part in parts:
         part.unlink(missing_ok=True)

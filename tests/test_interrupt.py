@@ -68,7 +68,7 @@ def killer(text: Path, stage: str, points: list[tuple[Path, int | None]]) -> str
 def results(run: Path) -> dict[str, bytes]:
     """Every byte that a stage made, manifests (which hold times) and the table of seconds apart."""
     paths = [path for stage in ("train", "export") for path in run.glob(f"{stage}-*/**/*") if path.is_file()]
-    return {str(p.relative_to(run)): p.read_bytes() for p in paths if p.name not in ("manifest.json", "layers.csv")}
+    return {str(p.relative_to(run)): p.read_bytes() for p in paths if p.name not in ("manifest.json", "seconds.csv")}
 
 
 @pytest.fixture(scope="module")
