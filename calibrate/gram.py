@@ -40,4 +40,5 @@ def add_gram(total: Tensor, x: Tensor) -> None:
 
 def mirrored(total: Tensor) -> Tensor:
     """The whole symmetric matrix (K, K) of which `total` holds the lower triangle."""
-    return total.tril() + total.tril(-1).T
+    whole = total.tril()
+    return whole.add_(whole.tril(-1).T)
