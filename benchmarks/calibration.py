@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -119,7 +118,9 @@ def worker(tool: str, job: dict[str, str]) -> None:
 
     torch.set_num_threads(int(job["threads"]))
     found = (tare if tool == "tare" else llm_compressor)(job)
-    found["peak_rss_gb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)
+    # not getrusage: its maximum comes with the process that started this one
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    found["peak_rss_gb"] = round(int(status.split("VmHWM:")[1].split()[0]) / 2**20, 3)
     found["peak_gpu_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 3) if job["device"] != "cpu" else None
     (Path(job["target"]) / RESULT).write_text(json.dumps(found), encoding="utf-8")
 

@@ -3,7 +3,7 @@
 x^T x is symmetric: a few stripes of rows, each up to its end of the diagonal, are 5/8 to 3/4 of the work.
 
 bfloat16 inputs are multiplied as such. A CPU's product comes rounded to bfloat16, so the tokens are split and the parts
-added up in float32: at 1,024 tokens a part, the error of SmolLM2's Hessians was 4e-4 of their norm after 16,384 tokens.
+added up in float32: the error is that of one rounding, and falls with the square root of their number.
 A GPU gives the float32 sums themselves.
 """
 
@@ -40,4 +40,5 @@ def add_gram(total: Tensor, x: Tensor) -> None:
 
 def mirrored(total: Tensor) -> Tensor:
     """The whole symmetric matrix (K, K) of which `total` holds the lower triangle."""
-    return total.tril() + total.tril(-1).T
+    whole = total.tril()
+    return whole.add_(whole.tril(-1).T)

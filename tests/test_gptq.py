@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from calibrate.inputs import InputStats
-from calibrate.range import _refit
+from calibrate.range import _refit, least_squares
 from calibrate.range import max as widest
 from calibrate.round import gptq, nearest
-from qat.quant import MIN_SCALE, Quantized, dequantize, quantize, scale_to_grid
+from qat.quant import MIN_SCALE, Quantized, dequantize, quantize, scale_to_grid, signed_codes
 from qat.scheme import TensorFormat
 
 SYMMETRIC = TensorFormat(group_size=8)
 ASYMMETRIC = TensorFormat(group_size=8, symmetric=False)
-FORMATS = [SYMMETRIC, ASYMMETRIC, TensorFormat(), TensorFormat(group_size=40, symmetric=False)]
+INT8 = TensorFormat(dtype="int8", group_size=8)
+FORMATS = [SYMMETRIC, ASYMMETRIC, TensorFormat(), TensorFormat(group_size=40, symmetric=False), INT8]
 seeds = st.integers(0, 2**31)
 
 
@@ -236,3 +237,24 @@ def test_refit_is_at_least_as_good_as_every_candidate(fmt: TensorFormat) -> None
             assert ours <= lost(row, s, z) * (1 + 1e-5)
             clipped += ratio < 1 and ours < lost(row, s, z)
     assert clipped
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_least_squares_range_cannot_be_improved_by_another_scale_for_its_codes(fmt: TensorFormat) -> None:
+    weight, x = random(27, 6, 80), correlated(28, 80)
+    stats = InputStats(least_squares.NEEDS, 80)
+    stats.update(x)
+    assert stats.second_moment is not None
+    scale, zero = least_squares.find(weight, fmt, stats, least_squares.Options())
+    q = Quantized(quantize(weight, scale, zero, fmt), scale, zero)
+    plain_scale, plain_zero = widest.find(weight, fmt, None, widest.Options())
+    plain = Quantized(quantize(weight, plain_scale, plain_zero, fmt), plain_scale, plain_zero)
+    importance = torch.diag(stats.second_moment)
+    ours, theirs = error(weight, q, fmt, importance), error(weight, plain, fmt, importance)
+    assert (ours <= theirs * (1 + 1e-5)).all() and ours.sum() < 0.95 * theirs.sum()
+    # the exact optimum for the codes lies within a few steps of the stored grid, 8 bits, and of another round of codes
+    moments = stats.second_moment.view(-1, fmt.group_of(80)).double()
+    code = signed_codes(q).view(*scale.shape, -1).double()
+    target = weight.view(code.shape).double()
+    best = (moments * code * target).sum(-1) / (moments * code.square()).sum(-1)
+    assert (scale / best - 1).abs().median() < 2**-7

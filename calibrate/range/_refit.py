@@ -11,7 +11,7 @@ from torch import Tensor
 from qat.quant import max_scale, minmax_scale, scale_to_grid
 from qat.scheme import TensorFormat
 
-RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+RATIOS = (1.0, 0.9, 0.8, 0.7)
 STEPS = 2  # of least squares, each with the codes of the one before
 CHUNK = 2**15
 Zero = Tensor | float  # float32 (n,), or the same for all rows
@@ -26,7 +26,8 @@ def refit(target: Tensor, importance: Tensor, scale: Tensor, zero: Zero, fmt: Te
     """The scale (n,) on the stored grid, and the zero point, with the least squared error of nearest codes.
 
     Minimises sum_j importance[j] (target[j] - scale * code[j])^2 over the widest range of the target times RATIOS, then
-    over the least-squares scale of the best candidate's codes, sum(i c t) / sum(i c^2), STEPS times. scale, zero: kept
+    over the least-squares scale of the best candidate's codes, sum(i c t) / sum(i c^2),
+    STEPS times. scale, zero: kept
     where nothing is better. importance: (g,) float32, at least 0. fmt: int4 or int8, per group or channel.
     """
 
@@ -55,8 +56,8 @@ def _refit(target: Tensor, importance: Tensor, scale: Tensor, zero: Zero, fmt: T
     for ratio in RATIOS:
         s, z = _widest(low * ratio, high * ratio, zero, fmt)
         best, scale, zero = _better(error(s, z), s, z, best, scale, zero)
+    round_to(target, scale, zero, fmt, out=codes)
     for _ in range(STEPS):
-        round_to(target, scale, zero, fmt, out=codes)
         up, down = (codes * weighted).sum(0), importance @ codes.square()
         s = scale_to_grid(torch.where((up > 0) & (down > 0), up / down, scale))
         best, scale, zero = _better(error(s, zero), s, zero, best, scale, zero)

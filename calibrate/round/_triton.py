@@ -24,7 +24,8 @@ def _columns(
     where = columns[:, None].to(tl.int64) * stride + rows[None, :]
     inside = (columns[:, None] < COUNT) & live[None, :]
     t = tl.load(target + where, mask=inside, other=0.0)
-    for k in range(COUNT):
+    for step in range(COUNT):
+        k = COUNT - 1 - step
         mine = tl.sum(tl.where(columns[:, None] == k, t, 0.0), 0)
         s = tl.load(scale + k * num_rows + rows, mask=live, other=1.0)
         z = tl.load(zero + k * num_rows + rows, mask=live, other=0.0) if HAS_ZERO else HALF
@@ -33,8 +34,8 @@ def _columns(
         here = error + k * stride + rows
         lost = tl.load(here, mask=live, other=0.0) - code * s
         tl.store(here, lost, mask=live)
-        ahead = tl.load(feedback + k * COUNT + columns, mask=(columns > k) & (columns < COUNT), other=0.0)
-        t = tl.where(columns[:, None] == k, code[None, :], t + ahead[:, None] * lost[None, :])
+        share = tl.load(feedback + k + columns * COUNT, mask=columns < k, other=0.0)
+        t = tl.where(columns[:, None] == k, code[None, :], t + share[:, None] * lost[None, :])
     tl.store(target + where, t, mask=inside)
 
 
@@ -43,13 +44,14 @@ def columns(
 ) -> None:
     """Round the columns of target (k, n) in place, k at most 128; `error` too becomes what is lost.
 
-    All float32 on one GPU. feedback: A^T (k, k). scale: (k, n). zero: (k, n), or None for a symmetric format.
+    All float32 on one GPU, the last column first. feedback: A^T (k, k), contiguous. scale: (k, n). zero: (k, n), or
+    None for a symmetric format.
     """
     count, rows = target.shape
     assert target.stride() == error.stride() and target.stride(1) == 1
     with torch.cuda.device(target.device):
         _columns[(triton.cdiv(rows, ROWS),)](
-            target, error, feedback.T.contiguous(), scale, scale if zero is None else zero, rows, target.stride(0),
+            target, error, feedback, scale, scale if zero is None else zero, rows, target.stride(0),
             COUNT=count, COLUMNS=triton.next_power_of_2(count), ROWS=ROWS, HALF=float(2 ** (fmt.bits - 1)),
             HAS_ZERO=zero is not None,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from calibrate.inputs import InputStats
 from calibrate.range._refit import Zero, refit, symmetric_zero
 from calibrate.round._columns import Sweep, factor
 from calibrate.rows import at
-from qat.quant import Quantized, quantize
+from qat.quant import Quantized
 from qat.scheme import Section, TensorFormat
 
 VERSION = 1
@@ -30,7 +30,8 @@ ROWS = 2**15  # at once: two float32 copies of them are made
 class Options(Section):
     """damping: share of the mean of H's diagonal that is added to it; ten times as much as often as H has no Cholesky
     factor. act_order: visit inputs by falling second moment, else as they are stored. refit: choose each group's scale
-    (and zero point) when its turn comes."""
+    (and zero point) when its turn comes, which makes up for a range that did not look at the inputs; not better than
+    `range: activation` (SmolLM2: KL 0.155 against 0.135)."""
 
     damping: float = Field(0.01, ge=0, le=1)
     act_order: bool = True
@@ -52,7 +53,7 @@ def codes(
     assert hessian is not None
     if not inputs.num_tokens:
         raise ValueError("no token of the calibration text came here; use more text, or round to nearest")
-    order = visits(hessian.diagonal(), scale.shape[1], options)
+    order = order_of(hessian.diagonal(), scale.shape[1], options)
     feedback, pivots, damping = factor(hessian, order, options.damping)
     inputs.notes["damping"] = damping
 
@@ -65,16 +66,16 @@ def codes(
     return Quantized(torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts]), zeros)
 
 
-def visits(diagonal: Tensor, groups: int, options: Options) -> Tensor:
-    """The order in which inputs are visited, int64 (K,)."""
+def order_of(diagonal: Tensor, groups: int, options: Options) -> Tensor:
+    """The inputs, int64 (K,), in an order of which the last is visited first."""
     inputs = torch.arange(len(diagonal), device=diagonal.device)
     if not options.act_order:
-        return inputs
+        return inputs.flip(0)
     if not options.refit:
-        return diagonal.argsort(descending=True, stable=True)
+        return diagonal.argsort(stable=True)
     by_group = diagonal.view(groups, -1)
-    inside = by_group.argsort(dim=1, descending=True, stable=True)
-    return inputs.view(groups, -1).gather(1, inside)[by_group.sum(1).argsort(descending=True, stable=True)].flatten()
+    inside = by_group.argsort(dim=1, stable=True)
+    return inputs.view(groups, -1).gather(1, inside)[by_group.sum(1).argsort(stable=True)].flatten()
 
 
 def _solve(
@@ -100,8 +101,17 @@ def _solve(
 
     sweep.run(choose if refitting else None)
     found = torch.stack(scales, 1)
-    rounded = torch.empty_like(sweep.target)
-    rounded[order] = sweep.target  # signed codes, in the stored order
-    rounded.view(len(scales), size, -1).mul_(found.T[:, None])
-    found_zero = None if zero is None else torch.stack([z for z in zeros if isinstance(z, Tensor)], 1).to(torch.uint8)
-    return Quantized(quantize(rounded.T.contiguous(), found, found_zero, fmt), found, found_zero)
+    found_zero = None if zero is None else torch.stack([z for z in zeros if isinstance(z, Tensor)], 1)
+    signed = torch.empty(sweep.target.shape, dtype=torch.int8, device=weight.device)
+    signed[order] = sweep.target.to(torch.int8)  # in the stored order
+    stored = to_codes(signed.T.contiguous(), found_zero, fmt)
+    return Quantized(stored, found, None if found_zero is None else found_zero.to(torch.uint8))
+
+
+def to_codes(signed: Tensor, zero: Tensor | None, fmt: TensorFormat) -> Tensor:
+    """What is stored of signed codes (N, K) int8: uint8 with the zero point added for int4, themselves for int8."""
+    if fmt.bits == 8:
+        return signed
+    if zero is None:
+        return (signed + int(symmetric_zero(fmt))).to(torch.uint8)
+    return (signed.view(*zero.shape, -1) + zero.to(torch.int8)[..., None]).to(torch.uint8).view(signed.shape)
