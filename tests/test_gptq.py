@@ -90,7 +90,7 @@ def test_equals_elimination_at_given_scales(fmt: TensorFormat, act_order: bool) 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_refitted_codes_were_chosen_for_the_scale_that_is_stored(fmt: TensorFormat) -> None:
     weight, x = random(3, 6, 80), correlated(4, 80)
-    q = solve(weight, x, fmt, damping=0.01)
+    q = solve(weight, x, fmt, damping=0.01, refit=True)
     hessian = watched(x).hessian
     assert hessian is not None
     diagonal = hessian.diagonal()
