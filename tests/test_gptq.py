@@ -113,7 +113,7 @@ def test_never_worse_than_nearest(seed: int) -> None:
     plain = nearest.codes(weight, scale, zero, SYMMETRIC, None, nearest.Options())
     fixed = solve(weight, x, SYMMETRIC, refit=False)
     assert error(weight, fixed, SYMMETRIC, hessian).sum() < error(weight, plain, SYMMETRIC, hessian).sum()
-    refitted = solve(weight, x, SYMMETRIC)
+    refitted = solve(weight, x, SYMMETRIC, refit=True)
     assert error(weight, refitted, SYMMETRIC, hessian).sum() < error(weight, plain, SYMMETRIC, hessian).sum()
 
 
@@ -150,7 +150,7 @@ def test_dead_inputs_are_rounded_to_nearest_and_disturb_nothing(fmt: TensorForma
     alive = torch.ones(80, dtype=torch.bool)
     alive[dead] = False
     assert torch.equal(q.codes[:, alive], r.codes[:, alive])
-    assert dequantize(solve(weight, x, fmt), fmt).isfinite().all()
+    assert dequantize(solve(weight, x, fmt, refit=True), fmt).isfinite().all()
 
 
 def test_inputs_that_are_all_zero_give_nearest_codes() -> None:
@@ -172,21 +172,22 @@ def test_a_row_of_zeros_stays_zero(fmt: TensorFormat, refit: bool) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_weights_on_a_grid_come_back(fmt: TensorFormat) -> None:
+@pytest.mark.parametrize("refit", [True, False])
+def test_weights_on_a_grid_come_back(fmt: TensorFormat, refit: bool) -> None:
     weight = random(16, 6, 80)
     scale, zero = widest.find(weight, fmt, None, widest.Options())
     first = nearest.codes(weight, scale, zero, fmt, None, nearest.Options())
-    again = gptq.codes(dequantize(first, fmt), scale, zero, fmt, watched(correlated(17, 80)), gptq.Options())
+    again = gptq.codes(dequantize(first, fmt), scale, zero, fmt, watched(correlated(17, 80)), gptq.Options(refit=refit))
     for a, b in zip(first, again, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
 
 
 def test_rows_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = random(18, 9, 80), correlated(19, 80)
-    whole = solve(weight, x, SYMMETRIC)
+    whole = solve(weight, x, SYMMETRIC, refit=True)
     monkeypatch.setattr(gptq, "ROWS", 2)
     monkeypatch.setattr(_refit, "CHUNK", 8)
-    parts = solve(weight, x, SYMMETRIC)
+    parts = solve(weight, x, SYMMETRIC, refit=True)
     assert torch.equal(whole.codes, parts.codes) and torch.equal(whole.scale, parts.scale)
 
 
