@@ -139,7 +139,10 @@ def tare(job: dict[str, str]) -> dict[str, Any]:
 
     answers = {
         "rtn": {"range": "max", "round": "nearest"},
-        "gptq": {"range": job["range"], "round": "gptq"},
+        # a range that does not look at the inputs is refitted while rounding
+        "gptq": {"range": "max", "round": {"name": "gptq", "refit": True, "damping": 0.1}}
+        if job["range"] == "max"
+        else {"range": job["range"], "round": "gptq"},
         "awq": {"transform": "awq", "range": "activation", "round": "nearest"},
     }[job["method"]]
     section = Recipe.model_fields["calibrate"].annotation

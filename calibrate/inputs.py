@@ -40,8 +40,9 @@ class InputStats:
 
         self.amax = zeros("amax", in_features)
         self._sum_abs = zeros("mean_abs", in_features, dtype=torch.float64)
-        self._sum_squares = zeros("second_moment", in_features, dtype=torch.float64)
         self._gram = zeros("hessian", in_features, in_features)
+        squares = zeros("second_moment", in_features, dtype=torch.float64)
+        self._sum_squares = squares if self._gram is None else None  # else it is the diagonal of the Hessian
         self._weighted_gram = zeros("kl_hessian", in_features, in_features)
         self.histogram = Histogram(device) if "histogram" in self.needs else None
 
@@ -51,6 +52,8 @@ class InputStats:
 
     @property
     def second_moment(self) -> Tensor | None:
+        if self._gram is not None:
+            return self._mean(self._gram.diagonal())
         return self._mean(self._sum_squares)
 
     @property
@@ -71,7 +74,7 @@ class InputStats:
         self.num_tokens += len(x)
         if self._gram is not None:
             add_gram(self._gram, x)
-        if self.needs <= {"hessian"}:
+        if self.needs <= {"hessian", "second_moment"} and self._gram is not None:
             return
         if self.histogram is not None:
             self.histogram.update(x)
@@ -108,10 +111,7 @@ class InputStats:
         """Put the statistics of all ranks together; every rank ends with the same. Nothing to do in one process."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        device = next(
-            (t.device for t in (self.amax, self._gram, self._sum_squares) if t is not None), torch.device("cpu")
-        )
-        count = torch.tensor([self.num_tokens], dtype=torch.int64, device=device)
+        count = torch.tensor([self.num_tokens], dtype=torch.int64, device=self.device)
         dist.all_reduce(count)
         self.num_tokens = int(count.item())
         if self.amax is not None:
