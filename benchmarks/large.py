@@ -1,10 +1,10 @@
-"""Memory of a calibration of a model larger than the machine: Llama-3-70B's shapes, as many blocks as you have time for.
+"""Memory of a calibration of a model larger than the machine: Llama-3-70B's shapes, as many blocks as there is time.
 
     python benchmarks/large.py [blocks=2] [windows=8] [length=512] [dtype=bfloat16] [device=cpu] [range=activation]
         [round=nearest] [work=FOLDER] [out=benchmarks/results/large.json]
 
-One block of random weights lies on disk (1.7 GB) and stands for all 80, as do an embedding and a head; each block is read,
-calibrated and written as that of a real model. Peaks are of this process: VmHWM, and what torch allocated on a GPU.
+One block of random weights lies on disk (1.7 GB) and stands for all 80, beside an embedding and a head; each block is
+read, calibrated and written as that of a real model. Peaks are of this process: VmHWM, and what torch allocated on a GPU.
 """
 
 from __future__ import annotations
