@@ -4,7 +4,7 @@
         [round=nearest] [work=FOLDER] [out=benchmarks/results/large.json]
 
 One block of random weights lies on disk (1.7 GB) and stands for all 80, beside an embedding and a head; each block is
-read, calibrated and written as that of a real model. Peaks are of this process: VmHWM, and what torch allocated on a GPU.
+read, calibrated and written as that of a real model. Peaks are of this process: VmHWM, and what torch allocated.
 """
 
 from __future__ import annotations
