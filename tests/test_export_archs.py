@@ -23,6 +23,7 @@ from qat.checkpoint import SafetensorsFolder
 from qat.model import Model
 from qat.parent import Parent
 from qat.scheme import Scheme, Section
+from qat.sections import Train
 from qat.student import Student, run_blocks
 from tests.artifacts import SCHEMES, config_of, make
 from tests.test_model import FAMILIES, IDS, logits
@@ -249,7 +250,8 @@ def test_calibrated_block_by_block_under_the_same_names(tmp_path: Path, name: st
 def test_training_runs_what_is_exported(tmp_path: Path, name: str) -> None:
     artifact = make(tmp_path / "artifact", tiny(name))
     config = AutoConfig.from_pretrained(artifact.path)
-    student = Student(Model(config, artifact, resident=True), artifact, ("scale",), ())
+    student = Student(Model(config, artifact, resident=True), artifact, Train(learn=["scale"]).learn, ())
+    student.refresh()
     with torch.no_grad(), student.ends():
         trained = student.logits(run_blocks(student, IDS))
     assert torch.equal(trained, logits(Model(config, artifact)))
