@@ -16,7 +16,7 @@ SKIP = "skip"  # the candidate that leaves a group as it is, in 16 bits
 
 @dataclass(frozen=True)
 class Group:
-    """Linears that take one format together. By candidate: bits stored, and KL in nats per token with standard error.
+    """Linears that take one format together. By candidate: bits stored, and KL in nats per token.
 
     names: of the linears, full. pattern: one that matches them all and no other linear, or None.
     """
@@ -26,7 +26,6 @@ class Group:
     weights: int
     bits: dict[str, int]
     kl: dict[str, float] = field(default_factory=dict)
-    stderr: dict[str, float] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -69,12 +68,11 @@ def show(groups: Sequence[Group], chosen: Sequence[str] | None) -> None:
     labels = [label for label in groups[0].kl if label != SKIP]
     first = labels[0]
     choices: Sequence[str | None] = chosen or [None] * len(groups)
+    pairs = sorted(zip(groups, choices, strict=True), key=lambda pair: -pair[0].kl[first])
     rows = [
-        (group.title, group.weights / 1e6, *(group.kl[label] for label in labels), group.stderr[first], choice)
-        for group, choice in zip(groups, choices, strict=True)
+        (group.title, group.weights / 1e6, *(group.kl[label] for label in labels), choice) for group, choice in pairs
     ]
-    rows.sort(key=lambda row: -row[2])
-    columns = ["group", "10^6 weights", *(f"KL {label}" for label in labels), f"s.e. {first}", "choice"]
+    columns = ["group", "10^6 weights", *(f"KL {label}" for label in labels), "choice"]
     report.table("KL that each group adds, nats per token, estimated on the calibration text", columns, rows)
     whole = [(f"all {label}", *totals(groups, [label] * len(groups))) for label in labels]
     whole += [("the choice", *totals(groups, chosen))] if chosen else []
@@ -85,9 +83,8 @@ def write_table(groups: Sequence[Group], chosen: Sequence[str] | None, path: Pat
     """A line for each group and candidate, in the order of the model. chosen: 1 or 0, empty without a budget."""
     with path.open("w", newline="", encoding="utf-8") as f:
         writer = csv.writer(f, lineterminator="\n")
-        writer.writerow(["group", "weights", "candidate", "bits_per_weight", "kl", "kl_stderr", "chosen"])
+        writer.writerow(["group", "weights", "candidate", "bits_per_weight", "kl", "chosen"])
         for index, group in enumerate(groups):
             for label, bits in group.bits.items():
                 mark = "" if chosen is None else int(chosen[index] == label)
-                numbers = (bits / group.weights, group.kl[label], group.stderr[label])
-                writer.writerow([group.title, group.weights, label, *numbers, mark])
+                writer.writerow([group.title, group.weights, label, bits / group.weights, group.kl[label], mark])

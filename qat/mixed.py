@@ -107,9 +107,7 @@ def _check(base: Recipe, own: Mapping[str, Any]) -> None:
     if base.scheme.overrides:
         wrong.append("scheme.overrides: these are what the command chooses; set scheme.overrides={}")
     if base.scheme.inputs is not None:
-        wrong.append(
-            "scheme.inputs: only the rounding of weights is measured; set it to null, with int4 or int8 weights"
-        )
+        wrong.append("scheme.inputs: only rounded weights are measured; set it to null, with int4 or int8 weights")
     if wrong:
         raise RecipeError("tare sensitivity cannot do this:\n" + "\n".join(f"  {line}" for line in wrong))
 
@@ -178,7 +176,7 @@ def measure(job: Job, model: Model, groups: Sequence[Group], labels: Sequence[st
 
     def work(out: Path) -> dict[str, Any]:
         artifacts = [Artifact(made[label].path) for label in quantized]
-        found = mixed.products(
+        plain, squares = mixed.products(
             model,
             job.calibration.windows,
             blocks,
@@ -187,21 +185,17 @@ def measure(job: Job, model: Model, groups: Sequence[Group], labels: Sequence[st
             BATCH,
             int(job.recipe.compute.activation_gb * 2**30),
         )
-        save_tensors({"products": found}, out / PRODUCTS)
-        return {"windows": len(found), "groups": found.shape[1]}
+        save_tensors({"plain": plain, "squares": squares}, out / PRODUCTS)
+        return {"windows": len(plain), "groups": plain.shape[1]}
 
     content = {"version": mixed.VERSION, "text": job.root["calibration"], "compute": job.recipe.compute.dtype}
     stage = job.run.stage("sensitivity", content=content, parents=[made[label] for label in quantized], work=work)
-    products = SafetensorsFolder(stage.path, [PRODUCTS]).get("products")
-    kl, stderr = (x.tolist() for x in mixed.kl(products, job.calibration.windows.shape[1]))
+    products = SafetensorsFolder(stage.path, [PRODUCTS])
+    kl = mixed.kl(products.get("plain"), products.get("squares"), job.calibration.windows.shape[1]).tolist()
     kept = {SKIP: 0.0} if SKIP in labels else {}
     return [
-        replace(
-            group,
-            kl=dict(zip(quantized, kl[number], strict=True)) | kept,
-            stderr=dict(zip(quantized, stderr[number], strict=True)) | kept,
-        )
-        for number, group in enumerate(groups)
+        replace(group, kl=dict(zip(quantized, values, strict=True)) | kept)
+        for group, values in zip(groups, kl, strict=True)
     ]
 
 
