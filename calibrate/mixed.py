@@ -86,6 +86,6 @@ def kl(plain: Tensor, squares: Tensor, length: int) -> Tensor:
     if alive.sum() > 1 and len(plain) > 1:
         noise = (ratios.var(0) / len(ratios))[alive].mean()
         between = (ratio[alive].var() - noise).clamp_min(0)
-        mean = ratio[alive].mean()
-        ratio = mean + between / (between + noise) * (ratio - mean)
+        mean, own = ratio[alive].mean(), between / (between + noise) if noise else 1.0
+        ratio = mean + own * (ratio - mean)
     return ratio[:, None] * diagonal / (2 * length)

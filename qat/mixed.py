@@ -39,7 +39,7 @@ Candidates = Mapping[str, TensorFormat | None]  # by label, the recipe's own fir
 OWN = ("bits", "candidates", "out")
 PRODUCTS, TABLE, SNIPPET = "products.safetensors", "sensitivity.csv", "overrides.yaml"
 BATCH = 8  # windows that go through a block together
-FINE = 32  # group size of the finer int4 candidate
+FINEST = 32  # the smallest group size that is a candidate by itself
 
 
 def main(argv: list[str]) -> int:
@@ -113,12 +113,15 @@ def _check(base: Recipe, own: Mapping[str, Any]) -> None:
 
 
 def _candidates(base: Recipe, given: Any) -> Candidates:
-    """Unless they are given: int4 in groups of 32, int8 in the same groups, and 16 bits."""
+    """Unless they are given: int4 in halves of the group size down to 32, int8 in the same groups, and 16 bits."""
     own = base.scheme.weights
     if given is None:
-        size = own.group_size or 0
-        finer = [own.model_dump() | {"group_size": FINE}] if own.bits == 4 and size > FINE and size % FINE == 0 else []
-        given = [*finer, *([{"dtype": "int8", "group_size": own.group_size}] if own.bits == 4 else []), SKIP]
+        given, size = [SKIP], own.group_size or 0
+        if own.bits == 4:
+            given.insert(0, {"dtype": "int8", "group_size": own.group_size})
+        while own.bits == 4 and size % (2 * FINEST) == 0 and size > FINEST:
+            size //= 2
+            given.insert(-2, own.model_dump() | {"group_size": size})
     found: dict[str, TensorFormat | None] = {str(own): own}
     for value in given if isinstance(given, list) else [given]:
         if value == SKIP:

@@ -240,6 +240,20 @@ def test_refused_before_anything_is_calibrated(
     assert not list(tmp_path.glob("*/calibrate-*"))
 
 
+@pytest.mark.parametrize(
+    ("weights", "labels"),
+    [
+        ("{dtype: int4, group_size: 128}", ["int4-g128", "int4-g64", "int4-g32", "int8-g128", "skip"]),
+        ("{dtype: int4, group_size: 96}", ["int4-g96", "int8-g96", "skip"]),
+        ("{dtype: int4}", ["int4-channel", "int8-channel", "skip"]),
+        ("{dtype: int8}", ["int8-channel", "skip"]),
+    ],
+)
+def test_formats_to_choose_from(weights: str, labels: list[str]) -> None:
+    base = load(["recipe=micro.yaml", f"scheme.weights={weights}", "export.formats=compressed_tensors"])
+    assert list(command._candidates(base, None)) == labels
+
+
 def test_awq_may_leave_groups_as_they_are(tmp_path: Path) -> None:
     arguments = ["recipe=micro.yaml", f"output={tmp_path}", "export.formats=awq", "candidates=skip", "bits=6"]
     assert command.main(arguments) == 0
