@@ -7,6 +7,8 @@ import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from calibrate import budget, mixed
 from gate.readers import open_export
 from qat import mixed as command
+from qat.arch import arch_of
+from qat.artifact import save_tensors
 from qat.checkpoint import SafetensorsFolder
 from qat.groups import Group, overrides, stored_bits
 from qat.model import Model
@@ -259,6 +263,19 @@ def test_awq_may_leave_groups_as_they_are(tmp_path: Path) -> None:
     assert command.main(arguments) == 0
     scheme = yaml.safe_load((tmp_path / "micro-sensitivity/overrides.yaml").read_text())["scheme"]
     assert not scheme["overrides"] and len(scheme["skip"]) > 1
+
+
+def test_factors_of_a_transform_are_taken_out(tmp_path: Path) -> None:
+    """A stored weight that is exactly the parent's with rows and columns multiplied has no error."""
+    name = "model.layers.1.mlp.up_proj"
+    weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    vectors = {f"{name}.weight#in": torch.tensor([2.0, 0.5, 4.0, 1.0]), f"{name}.weight#out": torch.full((6,), 8.0)}
+    save_tensors(vectors, tmp_path / "transform-00001.safetensors")
+    stored = 8 * weight * vectors[f"{name}.weight#in"] + 8 * 0.25
+    artifact: Any = SimpleNamespace(path=tmp_path, get={f"{name}.weight": stored}.__getitem__)
+    model: Any = SimpleNamespace(arch=arch_of(LlamaConfig()), tensors=SimpleNamespace(get=lambda _: weight))
+    expected = 0.25 / vectors[f"{name}.weight#in"].expand(6, 4)
+    torch.testing.assert_close(command._error(artifact, model, name), expected)
 
 
 def test_experts_are_named_by_one_pattern() -> None:
