@@ -11,7 +11,8 @@ each; one block in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from qat import report
 from qat.model import Model
 
 LOGIT_BYTES = 256 * 2**20  # float32 logits alive at once
+Watch = Callable[[Tensor, Tensor], None]  # a linear's input (..., K) and the gradient at its output (..., N)
 
 
 def token_weights(
@@ -37,30 +39,56 @@ def token_weights(
     linears (full names) that share an input. budget: bytes of block inputs kept at once; windows go through in waves of
     that size.
     """
+    found = {group[0]: torch.zeros(windows.shape) for block in groups for group in block}
+
+    def enter(index: int) -> Callable[[slice], Mapping[str, Watch]]:
+        return lambda rows: {
+            name: partial(_add_squares, found[group[0]][rows]) for group in groups[index] for name in group
+        }
+
+    backward(model, windows, enter, seed, batch, budget)
+    return {name: rows / rows.mean().clamp_min(torch.finfo(torch.float32).tiny) for name, rows in found.items()}
+
+
+def _add_squares(into: Tensor, x: Tensor, grad: Tensor) -> None:
+    into += grad.float().square().sum(-1).cpu()
+
+
+def backward(
+    model: Model,
+    windows: Tensor,
+    enter: Callable[[int], Callable[[slice], Mapping[str, Watch]]],
+    seed: int,
+    batch: int,
+    budget: int,
+) -> None:
+    """Run windows (num_windows, length) forward and back; show inputs and g of the linears that are asked for.
+
+    enter(index): called in each wave when a block is in memory on the way back; what it returns gives, for the windows
+    `rows` of a batch, the watchers of linears by full name. The rest as in `token_weights`.
+    """
     one = windows.shape[1] * model.config.hidden_size * model.dtype.itemsize * len(model.blocks)
     wave = max(1, budget // one)
     generator = torch.Generator().manual_seed(seed)
-    found: dict[str, list[Tensor]] = {group[0]: [] for block in groups for group in block}
     starts = range(0, len(windows), wave)
     with report.Steps("sensitivity", total=2 * len(starts) * len(model.blocks), unit="block") as steps:
         for start in starts:
-            batches = list(windows[start : start + wave].split(batch))
-            for name, rows in _wave(model, batches, groups, generator, steps.advance).items():
-                found[name].append(rows)
-    joined = {name: torch.cat(rows) for name, rows in found.items()}
-    return {name: rows / rows.mean().clamp_min(torch.finfo(torch.float32).tiny) for name, rows in joined.items()}
+            stop = min(start + wave, len(windows))
+            parts = [slice(first, min(first + batch, stop)) for first in range(start, stop, batch)]
+            _wave(model, windows, parts, enter, generator, steps.advance)
 
 
 def _wave(
     model: Model,
-    batches: list[Tensor],
-    groups: Sequence[Sequence[Sequence[str]]],
+    windows: Tensor,
+    parts: list[slice],
+    enter: Callable[[int], Callable[[slice], Mapping[str, Watch]]],
     generator: torch.Generator,
     block_done: Callable[[], None],
-) -> dict[str, Tensor]:
+) -> None:
     inputs: list[list[Tensor]] = []  # of each block, of each batch, on the CPU
     with model.ends(), torch.no_grad():
-        states = [model.embed(ids).cpu() for ids in batches]
+        states = [model.embed(windows[rows]).cpu() for rows in parts]
     for index in range(len(model.blocks)):
         inputs.append(states)
         with model.block(index), torch.no_grad():
@@ -68,16 +96,13 @@ def _wave(
         block_done()
     with model.ends():
         grads = [_sampled_gradient(model, state.to(model.device), generator).cpu() for state in states]
-    found: dict[str, Tensor] = {}
     for index in reversed(range(len(model.blocks))):
         with model.block(index):
-            kept: dict[str, list[Tensor]] = {group[0]: [] for group in groups[index]}
+            watchers = enter(index)
             for number, state in enumerate(inputs.pop()):
-                squares = {name: torch.zeros(state.shape[:2], device=model.device) for name in kept}
                 handles = [
-                    model.root.get_submodule(name).register_forward_hook(_watch(squares[group[0]]))
-                    for group in groups[index]
-                    for name in group
+                    model.root.get_submodule(name).register_forward_hook(_hook(watch))
+                    for name, watch in watchers(parts[number]).items()
                 ]
                 leaf = state.to(model.device).requires_grad_(True)
                 model.run_block(index, leaf).backward(grads[number].to(model.device))
@@ -85,19 +110,13 @@ def _wave(
                 grads[number] = leaf.grad.cpu()
                 for handle in handles:
                     handle.remove()
-                for name, value in squares.items():
-                    kept[name].append(value.cpu())
-        found.update({name: torch.cat(rows) for name, rows in kept.items()})
         block_done()
-    return found
 
 
-def _watch(squares: Tensor) -> Callable[..., None]:
-    def add(grad: Tensor) -> None:
-        squares.add_(grad.float().square().sum(-1))
-
+def _hook(watch: Watch) -> Callable[..., None]:
     def forward(module: torch.nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        out.register_hook(add)
+        x = args[0].detach()
+        out.register_hook(lambda grad: watch(x, grad))
 
     return forward
 

@@ -95,3 +95,14 @@ def plan(arguments: Arguments) -> None:
     except (ValueError, OSError) as error:
         report.complain(str(error))
         raise typer.Exit(2 if isinstance(error, RecipeError) else 1) from None
+
+
+@app.command(cls=RecipeCommand)
+def sensitivity(arguments: Arguments) -> None:
+    """Measure what each group of linears costs; [bits=4.5 [out=FILE]] choose formats within a budget.
+
+    candidates='[{dtype: int8}, skip]' names the formats to choose from beside scheme.weights.
+    """
+    from qat.mixed import main
+
+    raise typer.Exit(main(arguments))

@@ -19,6 +19,7 @@ FORBIDDEN = {
     "qat": ("calibrate", "export", "gate"),
     "qat.pipeline": (),  # it puts them together
     "qat.train": (),
+    "qat.mixed": (),
     "calibrate": ("export", "gate", *SPINE),
     "export": ("calibrate", "gate", *SPINE),
     "gate": ("calibrate", "export", *SPINE),
@@ -27,7 +28,7 @@ FORBIDDEN = {
     "qat.arch": ("torch", "transformers"),
 }
 LIGHT = ["arguments", "cli", "manifest", "outline", "plan", "plugins", "ranks", "recipe", "report"]
-LIGHT += ["scheme", "sections", "sizes", "stages"]
+LIGHT += ["groups", "scheme", "sections", "sizes", "stages"]
 
 
 def module(path: Path) -> str:
