@@ -16,12 +16,11 @@ from typing import Any
 
 from qat import plugins
 from qat.arguments import KEYWORDS
-from qat.recipe import Recipe
+from qat.recipe import BOUNDS, Recipe
 from qat.sections import ANSWERS
 from qat.stages import stage_key
 
 INDEX = "model.safetensors.index.json"
-BOUNDS = ("max_", "min_")  # gate options that judge a measurement and do not change it
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,7 @@ def exports_of(job: Job) -> list[gate.stage.Exported]:
                 Artifact(job.source(index).path),
                 baseline,
                 stage.manifest["seconds"],
+                recipe.gate,
             )
         )
     return exports
@@ -174,15 +175,15 @@ def judge(job: Job) -> dict[str, Any] | None:
     path = job.run.folder / "verdict.json"
     verdict = gate.stage.verdict(path, said["measured"], exports_of(job), said["faults"], job.recipe.gate or {})
     report.say(table.text(verdict["table"]))
-    for name, judged in verdict["exports"].items():
-        for problem in [*judged["faults"], *(c for c in judged["checks"] if not c["passed"])]:
-            report.say(f"refused {name}: {problem['text']}")
+    for status, name, text in gate.stage.problems(verdict):
+        report.say(f"{status} {name}: {text}")
     return verdict
 
 
 def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
-    """The release stage, when the gate lets every export out; else None."""
-    if verdict is None or verdict["status"] != "released":
+    """The release stage with the exports that the gate lets out, each on its own; None when it lets none out."""
+    let_out = sorted(name for name, judged in verdict["exports"].items() if judged["released"]) if verdict else []
+    if verdict is None or not let_out:
         return None
     parents = [stage for stage in job.run.stages if stage.name in ("export", "gate")]
     card = parent_card(job)
@@ -193,6 +194,8 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
             if step.format is None:
                 continue
             recipe, name = job.recipe_of(step), label(step.variant, step.format)
+            if name not in let_out:
+                continue
             shown = ("parent", label(step.variant, "rtn"), name)
             facts = card | {
                 "scheme": str(recipe.scheme),
@@ -206,9 +209,10 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
             loaders = export.stage.loaders(recipe.export.engines, step.format, recipe.scheme)
             title = f"{Path(job.parent.name).name}-{name.replace('/', '-')}"
             export.release.release(job.made[index].path / step.format, out / name, title, loaders, facts)
-        return {"exports": sorted(verdict["exports"])}
+        return {"exports": let_out}
 
-    content = {"thresholds": job.recipe.model_dump()["gate"], "card": card}
+    thresholds = {variant or "": one.model_dump()["gate"] for variant, one in job.recipe.by_variant}
+    content = {"thresholds": thresholds, "card": card, "exports": let_out}
     return job.run.stage("release", content=content, parents=parents, work=work)
 
 
@@ -229,15 +233,16 @@ def finish(job: Job, verdict: dict[str, Any] | None, released: Stage | None) -> 
         if step.format is None:
             continue
         recipe, name = job.recipe_of(step), label(step.variant, step.format)
-        path = released.path / name if released else job.made[index].path / step.format
+        is_released = released is not None and name in released.metrics["exports"]
+        path = released.path / name if released and is_released else job.made[index].path / step.format
         exports[name] = {
             "path": path,
             "format": step.format,
             "scheme": str(recipe.scheme),
             "engines": recipe.export.engines,
-            "released": released is not None,
+            "released": is_released,
         }
-        report.say(f"{'released' if released else 'exported'} {name}: {path}")
+        report.say(f"{'released' if is_released else 'exported'} {name}: {path}")
     status = verdict["status"] if verdict else "ungated"
     report.say(f"status: {status}")
     said = {"exports": exports, "verdict": job.run.folder / "verdict.json" if verdict else None}
