@@ -62,7 +62,9 @@ def estimated(
     if outcome == UNDECIDED:
         wanted = needed(found, bound)
         said += f"; too few {unit} to decide" + (f", about {wanted} would" if wanted else "")
-    return Check(name, found.value, bound, outcome == PASSED, said, outcome, found.low, found.high, found.examples, wanted)
+    return Check(
+        name, found.value, bound, outcome == PASSED, said, outcome, found.low, found.high, found.examples, wanted
+    )
 
 
 @dataclass(frozen=True)

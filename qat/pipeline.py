@@ -16,7 +16,7 @@ import gate.stage
 from calibrate.rtn import Rtn
 from export.carrier import trainable_biases
 from gate.stage import table
-from qat import manifest, report, training
+from qat import manifest, report, results, training
 from qat.artifact import Artifact
 from qat.job import Job
 from qat.stages import Stage
@@ -74,7 +74,7 @@ def gate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     check_bytes(job)
     parent = job.parent
     states, exports = states_of(job), exports_of(job)
-    checks, cache = job.recipe.gate or {}, job.run.folder / ".measured"
+    checks, cache = job.recipe.gate or {}, job.run.folder.parent / ".measured"  # one for all runs
     cache.mkdir(exist_ok=True)
     faults = {e.name: gate.stage.inspect(e, cache) if "lint" in checks else [] for e in exports}
     sound = [gate.stage.plain_state(e.name, e.directory, e.key, baseline=e.baseline, seconds=e.seconds)
@@ -245,7 +245,9 @@ def finish(job: Job, verdict: dict[str, Any] | None, released: Stage | None) -> 
         report.say(f"{'released' if is_released else 'exported'} {name}: {path}")
     status = verdict["status"] if verdict else "ungated"
     report.say(f"status: {status}")
-    said = {"exports": exports, "verdict": job.run.folder / "verdict.json" if verdict else None}
+    shown = results.write(job, verdict, status)
+    report.say(f"report: {shown}")
+    said = {"exports": exports, "verdict": job.run.folder / "verdict.json" if verdict else None, "report": shown}
     return job.run.finish(status, **said, last_released=released.path if released else None)
 
 

@@ -107,9 +107,7 @@ class Recipe(Section):
                 continue
             for check, bounds in gate.items():
                 if check not in measured:
-                    lines.append(
-                        problem((name, "gate", check), "is not in the gate section, which all share")
-                    )
+                    lines.append(problem((name, "gate", check), "is not in the gate section, which all share"))
                 for option in bounds if isinstance(bounds, Mapping) else ():
                     if not option.startswith(BOUNDS):
                         why = f"cannot differ between variants; only bounds can ({', '.join(BOUNDS)}...)"

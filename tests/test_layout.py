@@ -19,6 +19,8 @@ FORBIDDEN = {
     "qat": ("calibrate", "export", "gate"),
     "qat.pipeline": (),  # it puts them together
     "qat.train": (),
+    "qat.results": (),
+    "qat.compare": (),
     "calibrate": ("export", "gate", *SPINE),
     "export": ("calibrate", "gate", *SPINE),
     "gate": ("calibrate", "export", *SPINE),

@@ -70,7 +70,7 @@ def text(table: Sequence[dict[str, Any]]) -> str:
     for row in table:
         size = row["size_on_disk"]
         shown = {**row, "megabytes": None if size is None else size / 1e6}
-        cells.append([_cell(shown[key], spec) for key, _, spec in COLUMNS])
+        cells.append([cell(shown[key], spec) for key, _, spec in COLUMNS])
     used = [i for i in range(len(COLUMNS)) if any(line[i] for line in cells)]
     lines = [[COLUMNS[i][1] for i in used], *([line[i] for i in used] for line in cells)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(used))]
@@ -81,5 +81,6 @@ def text(table: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _cell(value: Any, spec: str) -> str:
+def cell(value: Any, spec: str) -> str:
+    """A value as the table writes it; empty for None."""
     return "" if value is None else format(value, spec)
