@@ -38,6 +38,12 @@ def gain(task: dict[str, Any], parent: dict[str, Any], sampling: Sampling) -> In
     return interval([ours - theirs for ours, theirs in pairs], sampling)
 
 
+def negated(found: Interval) -> Interval:
+    """The estimate and its interval with the other sign."""
+    low, high = (None if end is None else -end for end in (found.high, found.low))
+    return Interval(-found.value, low, high, found.examples)
+
+
 def _mean(measured: dict[str, Any], sums: list[float | None], sampling: Sampling) -> Interval | None:
     """Of sums over windows of equal length, the mean per token."""
     values = [value for value in sums if value is not None]

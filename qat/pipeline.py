@@ -91,6 +91,10 @@ def gate_(job: Job, index: int, out: Path) -> dict[str, Any]:
         measured = gate.stage.measure_all(
             own, [*states, *sound], job.evaluation.windows, cache, job.device, job.dtype, progress
         )
+    if "tasks" in checks:
+        tokenizer, options = parent.tokenizer, checks["tasks"]
+        examples = [own, *sound]
+        gate.stage.measure_tasks(measured, examples, tokenizer, options, cache, job.device, job.dtype)
     manifest.write_json(out / MEASURED, {"faults": faults, "measured": measured})
     kept = ("perplexity", "kl", "top1")
     return {name: {key: state[key] for key in kept} for name, state in measured["states"].items()}
@@ -204,6 +208,8 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
                 "train": recipe.model_dump()["train"],
                 "evaluation": verdict["evaluation"] | {"source": Path(job.evaluation.source).name},
                 "rows": [row for row in verdict["table"] if row["state"] in shown],
+                "confidence": verdict["statistics"]["confidence"],
+                "tasks": tasks_of(verdict, name),
                 "data": job.root,
             }
             loaders = export.stage.loaders(recipe.export.engines, step.format, recipe.scheme)
@@ -214,6 +220,21 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
     thresholds = {variant or "": one.model_dump()["gate"] for variant, one in job.recipe.by_variant}
     content = {"thresholds": thresholds, "card": card, "exports": let_out}
     return job.run.stage("release", content=content, parents=parents, work=work)
+
+
+def tasks_of(verdict: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The tasks of an export, for its card: {task, metric, score, parent, examples}."""
+    ours, theirs = (verdict["states"][state].get("tasks", {}) for state in (name, "parent"))
+    return [
+        {
+            "task": task,
+            "metric": found["metric"],
+            "score": found["score"],
+            "parent": theirs[task]["score"],
+            "examples": len(found["scores"]),
+        }
+        for task, found in ours.items()
+    ]
 
 
 def parent_card(job: Job) -> dict[str, Any]:

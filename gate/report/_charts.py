@@ -104,7 +104,8 @@ def _stages(data: dict[str, Any]) -> Chart | None:
 
 
 def _spread(data: dict[str, Any]) -> Chart | None:
-    shown = {name: spread for name, spread in data["spread"].items() if spread}
+    alike = {tuple(spread["counts"]): name for name, spread in reversed(data["spread"].items()) if spread}
+    shown = {name: data["spread"][name] for name in reversed(alike.values())}
     if not shown:
         return None
     names = list(shown)[:CURVES]

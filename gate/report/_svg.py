@@ -76,7 +76,8 @@ def scale(
 def number(value: float) -> str:
     """A tick, short: 0.05, 300, 2k, 1e-5."""
     if value and (abs(value) < 1e-3 or abs(value) >= 1e5):
-        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+        mantissa, _, power = f"{value:.1e}".partition("e")
+        return f"{mantissa.removesuffix('.0')}e{int(power)}"
     return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:.4g}"
 
 

@@ -34,7 +34,10 @@ def junit(title: str, verdict: Mapping[str, Any]) -> str:
             cases = [("readable", None, "no fault was found, and no bound was given")]
         for case, kind, text in cases:
             made = ElementTree.SubElement(suite, "testcase", classname=f"{title}.{name}", name=case)
-            ElementTree.SubElement(made, kind or "system-out", **({"message": text} if kind else {})).text = text
+            inner = ElementTree.SubElement(made, kind or "system-out")
+            inner.text = text
+            if kind:
+                inner.set("message", text)
         counts = {f"{kind}s": sum(case[1] == kind for case in cases) for kind in ("failure", "error")}
         for key, count in {"tests": len(cases), **counts}.items():
             suite.set(key, str(count))

@@ -16,7 +16,7 @@ every time. verdict.json:
     states      name -> the measurement with sums per window ({nll, kl, top1}), for paired statistics; the spread of the
                 KL of single tokens; the positions where it is largest
 
-`verdict.schema.json` beside this file is its JSON schema.
+gate/verdict.schema.json is its JSON schema.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gate import _measure, lint
+from gate import _examples, _measure, lint
 from gate._inputs import CacheScales, hooks
 from gate.readers import Export, InputQuant, open_export
+from gate.stage import _tasks
 from gate.stage._content import digest, effective, files_key, fingerprint, remembered, write_json
 from gate.stage._verdict import Exported, problems, verdict
 from qat.arch import arch_of
@@ -49,6 +50,7 @@ __all__ = [
     "dynamic_quant",
     "inspect",
     "measure_all",
+    "measure_tasks",
     "plain_state",
     "problems",
     "run",
@@ -76,9 +78,9 @@ class State:
     seconds: float | None = None
     cache_scales: CacheScales | None = None
 
-    def model(self, device: torch.device | str, dtype: torch.dtype) -> Model:
+    def model(self, device: torch.device | str, dtype: torch.dtype, resident: bool = False) -> Model:
         """The model of this state, read block by block, activations quantized as its engine does."""
-        model = Model(self.config, self.tensors, device, dtype)
+        model = Model(self.config, self.tensors, device, dtype, resident)
         if self.input_quant or self.cache_scales:
             model.prepare = hooks(model.arch, self.input_quant, self.cache_scales)
         return model
@@ -218,6 +220,45 @@ def measure_all(
         "device": device_type,
     }
     return {"evaluation": evaluation, "states": out}
+
+
+def measure_tasks(
+    measured: dict[str, Any],
+    states: Sequence[State],
+    tokenizer: Any,
+    options: Section,
+    cache: Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    progress: _tasks.Progress = lambda name, done: None,
+) -> None:
+    """Put `tasks` into the measurements of `measure_all`. states: the parent first. options: of gate/tasks.py.
+
+    Raises ValueError for a file of examples that cannot be read, and without lm-eval when tasks of it are asked for.
+    """
+    asked = options.model_dump()
+    longest = getattr(states[0].config, "max_position_embeddings", None)
+    offline = {
+        name: _examples.read(Path(path), tokenizer, asked["limit"], longest) for name, path in asked["offline"].items()
+    }
+
+    def make(state: State) -> Callable[[bool], Model]:
+        return lambda resident: state.model(device, dtype, resident)
+
+    found = _tasks.measure(
+        {state.name: make(state) for state in states},
+        {state.name: measured["states"][state.name]["fingerprint"] for state in states},
+        offline,
+        asked["lm_eval"],
+        asked["limit"],
+        tokenizer,
+        cache,
+        device,
+        dtype,
+        progress,
+    )
+    for name, tasks in found.items():
+        measured["states"][name]["tasks"] = tasks
 
 
 def _content(state: State, cache: Path) -> str:
