@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 440, 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 10, 40
-LETTER = 6.3  # width of a letter of a label
+LETTER = 7.2  # width of a letter of a label
 SHAPES = ("circle", "square", "diamond", "triangle", "cross")
 SHAPE = {
     "circle": "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
