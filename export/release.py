@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment, StrictUndefined
 
 from qat import __version__, manifest, plugins
@@ -37,9 +38,35 @@ def release(export: Path, out: Path, name: str, engines: list[str], facts: dict[
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     card = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        name=name, version=__version__, serve=sorted(serve), **facts
+        name=name, version=__version__, serve=sorted(serve), front=_front_matter(name, facts), **facts
     )
     (out / "README.md").write_text(card, encoding="utf-8")
     (out / PROVENANCE).unlink(missing_ok=True)
     said = {"tare": __version__, **facts, "files": manifest.list_files(out)}
     manifest.write_json(out / PROVENANCE, said)
+
+
+def _front_matter(name: str, facts: dict[str, Any]) -> str:
+    """The YAML head of a model card, with what was measured as `model-index` (the hub's page on model cards)."""
+    row, text = facts["rows"][-1], facts["evaluation"]
+    said = {
+        "perplexity": ("Perplexity", row["perplexity"]),
+        "kl_divergence": ("KL divergence to the parent (nats per token)", row["kl"]),
+        "top1_agreement": ("Top-1 agreement with the parent", row["top1"]),
+    }
+    metrics = [{"type": kind, "name": label, "value": value} for kind, (label, value) in said.items()]
+    words = f"{text['source']}, {text['num_windows']} windows of {text['length']} tokens"
+    where = {"name": words, "type": text["source"]}
+    results = [{"task": {"type": "text-generation"}, "dataset": where, "metrics": metrics}]
+    for task in facts["tasks"]:
+        dataset = {"name": f"{task['task']}, {task['examples']} examples", "type": task["task"]}
+        score = {"type": task["metric"], "name": task["metric"], "value": task["score"]}
+        results.append({"task": {"type": "text-generation"}, "dataset": dataset, "metrics": [score]})
+    front = {
+        "base_model": facts["base_model"],
+        **({"license": facts["license"]} if facts["license"] else {}),
+        "library_name": "transformers",
+        "tags": [facts["scheme"], facts["format"], "tare"],
+        "model-index": [{"name": name, "results": results}],
+    }
+    return yaml.safe_dump(front, sort_keys=False, allow_unicode=True)

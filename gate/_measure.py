@@ -6,39 +6,56 @@ distribution over the whole vocabulary:
     nll = -log q[next token]    perplexity = exp(mean nll)
     KL(p || q) = sum_v p[v] (log p[v] - log q[v])    top-1 agreement: the most likely token is the same
 
-Logits are float32, sums float64. Memory, whatever the number of windows and candidates: the last hidden states of one
-wave of windows of the parent and of one candidate (each at most `WAVE_BYTES`, in the compute dtype), one decoder block,
-two heads, and the logits of `LOGIT_BYTES`. Every block is read once per wave.
+Logits are float32, sums float64. Memory, whatever the number of windows and candidates and however large the
+vocabulary: the last hidden states of one wave of windows of the parent and of one candidate (each at most `WAVE_BYTES`,
+in the compute dtype), one decoder block, two heads, and the logits of `LOGIT_BYTES`, to which the heads are applied a
+few positions at a time. Every block is read once per wave. With a `store` the parent's last hidden states stay on disk
+(num_windows x length x hidden size in the compute dtype: 0.35 GB for 300 x 1,024 x 576 in bfloat16), and what is
+measured later needs no pass of the parent.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qat.model import WAVE_BYTES, Model
 
-VERSION = 1  # raised when the numbers change
+VERSION = 2  # raised when the numbers change
 LOGIT_BYTES = 256 * 2**20  # float32 logits, and what is computed from them, alive at once
 LIVE = 6  # tensors of the size of one model's logits alive at once
+STORE_BYTES = 4 * 2**30  # hidden states of the parent kept on disk for one text; larger ones are computed again
+WORST, CONTEXT, TOP = 8, 48, 5  # positions kept to look at; tokens before one; most likely tokens there
+EDGES = torch.logspace(-7, 2, 46, dtype=torch.float64)  # five bins a decade of the KL of one token
+QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
 Progress = Callable[[str, int, int], None]  # (state, windows done, windows)
 
 
 @dataclass
 class Measurement:
-    """Sums over the predicted tokens of each window, in the order of the windows, kept for paired statistics."""
+    """Sums over the predicted tokens of each window, in the order of the windows, kept for paired statistics.
+
+    token_kl: float32, the KL of every token, a window after the other. worst: the position with the largest KL of each
+    window: {window, position, kl, nll, parent_nll, context, next, top, parent_top}, with token ids; `top` lists
+    [id, probability].
+    """
 
     tokens_per_window: int
     nll: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
     top1: list[int] = field(default_factory=list)
+    token_kl: list[Tensor] = field(default_factory=list)
+    worst: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -81,7 +98,20 @@ class Measurement:
             "num_tokens": self.num_tokens,
             "seconds": round(self.seconds, 3),
             "windows": {"nll": [_finite(v) for v in self.nll], "kl": [_finite(v) for v in self.kl], "top1": self.top1},
+            "token_kl": self._spread(),
+            "worst": sorted(self.worst, key=lambda one: -one["kl"])[:WORST],
         }
+
+    def _spread(self) -> dict[str, Any] | None:
+        """Quantiles of the KL of single tokens, and counts between `edges`, those below and above at the ends."""
+        values = torch.cat(self.token_kl).double() if self.token_kl else torch.empty(0)
+        if not len(values) or not values.isfinite().all():
+            return None
+        counts = torch.bincount(torch.bucketize(values, EDGES), minlength=len(EDGES) + 1)
+        ordered = values.sort().values
+        places = [min(len(ordered) - 1, math.ceil(q * len(ordered)) - 1) for q in QUANTILES]
+        quantiles = {str(q): ordered[place].item() for q, place in zip(QUANTILES, places, strict=True)}
+        return {"quantiles": quantiles, "edges": EDGES.tolist(), "counts": counts.tolist()}
 
 
 def _finite(value: float | None) -> float | None:
@@ -107,10 +137,12 @@ def measure_many(
     windows: Tensor,
     progress: Progress | None = None,
     batch: int = 8,
+    store: Path | None = None,
 ) -> tuple[Measurement, dict[str, Measurement]]:
     """The parent's measurement and, by name, those of several candidates, from one pass of the parent.
 
-    Raises ValueError for windows that cannot be measured and for a parent whose logits are not finite.
+    store: a folder for the parent's last hidden states, for this parent, text and dtype alone. Raises ValueError for
+    windows that cannot be measured and for a parent whose logits are not finite.
     """
     _check_windows(parent, windows)
     for name, candidate in candidates.items():
@@ -121,9 +153,11 @@ def measure_many(
     others = {name: Measurement(windows.shape[1] - 1) for name in candidates}
     one = windows.shape[1] * parent.config.hidden_size * torch.finfo(parent.dtype).bits // 8
     per_wave = max(1, WAVE_BYTES // one)  # as Model.hidden does, so that one call is one wave
-    for wave in windows.split(per_wave):
+    if one * len(windows) > STORE_BYTES:
+        store = None
+    for number, wave in enumerate(windows.split(per_wave)):
         start = time.perf_counter()
-        reference = list(parent.hidden(wave, batch))
+        reference = _parent_states(parent, wave, batch, store / f"{number:05d}.safetensors" if store else None)
         _compare(parent, parent, reference, reference, wave, own)
         own.seconds += time.perf_counter() - start
         if not all(map(math.isfinite, own.nll)):
@@ -136,6 +170,19 @@ def measure_many(
             others[name].seconds += time.perf_counter() - start
             _report(progress, name, others[name], windows)
     return own, others
+
+
+def _parent_states(parent: Model, wave: Tensor, batch: int, file: Path | None) -> list[Tensor]:
+    """The parent's last hidden states (1, length, hidden) of each window of a wave, from `file` when it is there."""
+    if file is not None and file.is_file():
+        return list(load_file(file, device=str(parent.device))["hidden"].split(1))
+    states = list(parent.hidden(wave, batch))
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f"{file.name}.part{os.getpid()}")
+        save_file({"hidden": torch.cat(states).cpu()}, part)
+        os.replace(part, file)
+    return states
 
 
 def _report(progress: Progress | None, name: str, measurement: Measurement, windows: Tensor) -> None:
@@ -159,17 +206,36 @@ def _compare(
     with parent.ends(), candidate.ends():
         for p_hidden, q_hidden, window in zip(ours, theirs, ids, strict=True):
             nll = kl = 0.0
-            agree = 0
+            agree, tokens, worst = 0, list[Tensor](), dict[str, Any]()
             parts = (p_hidden[0, :-1].split(chunk), q_hidden[0, :-1].split(chunk), window[1:].split(chunk))
-            for p_part, q_part, target in zip(*parts, strict=True):
+            for start, p_part, q_part, target in zip(range(0, len(window) - 1, chunk), *parts, strict=True):
                 q = candidate.logits(q_part).log_softmax(-1)
-                nll -= q.gather(1, target.to(q.device)[:, None]).double().sum().item()
+                q_nll = -q.gather(1, target.to(q.device)[:, None])[:, 0]
+                nll += q_nll.double().sum().item()
                 if candidate is parent:
                     agree += len(target)
                     continue
                 p = parent.logits(p_part.to(parent.device)).log_softmax(-1).to(q.device)
-                kl += (p.exp() * (p - q)).sum(-1).double().sum().item()
+                each = (p.exp() * (p - q)).sum(-1)
+                kl += each.double().sum().item()
                 agree += int((p.argmax(-1) == q.argmax(-1)).sum())
+                tokens.append(each.cpu())
+                at = int(each.argmax())
+                if each[at].item() > worst.get("kl", -math.inf):
+                    found = {"kl": each[at].item(), "nll": q_nll[at].item(), "parent_nll": -p[at, target[at]].item()}
+                    tops = {"top": _top(q[at]), "parent_top": _top(p[at])}
+                    worst = {"window": len(into.nll), "position": start + at, **found, **tops}
+            if worst and all(math.isfinite(worst[key]) for key in ("kl", "nll", "parent_nll")):
+                place = worst["position"] + 1
+                context = {"context": window[max(0, place - CONTEXT) : place].tolist(), "next": int(window[place])}
+                into.worst.append(worst | context)
             into.nll.append(nll)
             into.kl.append(kl)
             into.top1.append(agree)
+            into.token_kl += tokens
+
+
+def _top(log_probabilities: Tensor) -> list[list[float]]:
+    """[id, probability] of the most likely tokens."""
+    found = log_probabilities.topk(min(TOP, len(log_probabilities)))
+    return [[int(i), p] for p, i in zip(found.values.exp().tolist(), found.indices.tolist(), strict=True)]

@@ -6,10 +6,12 @@ from typing import Any
 
 from pydantic import Field
 
-from gate._check import Check, at_least, at_most
+from gate import _paired
+from gate._bootstrap import Sampling
+from gate._check import Check, estimated
 from qat.scheme import Section
 
-VERSION = 1
+VERSION = 2
 
 
 class Options(Section):
@@ -19,18 +21,13 @@ class Options(Section):
     min_top1: float | None = Field(None, ge=0, le=1)
 
 
-def judge(measured: dict[str, Any], parent: dict[str, Any], options: Options) -> list[Check]:
+def judge(measured: dict[str, Any], parent: dict[str, Any], options: Options, sampling: Sampling) -> list[Check]:
     """The checks of one state. measured, parent: `Measurement.as_dict()` on the same windows."""
     checks = []
-    kl, top1 = measured["kl"], measured["top1"]
     if options.max_kl is not None:
-        text = f"KL to the parent {_number(kl, '.5f')} nats per token; at most {options.max_kl:g}"
-        checks.append(at_most("divergence.max_kl", kl, options.max_kl, text))
+        found, text = _paired.kl(measured, sampling), "KL to the parent {value} nats per token"
+        checks.append(estimated("divergence.max_kl", found, options.max_kl, ".5f", text, "windows"))
     if options.min_top1 is not None:
-        text = f"top token agrees with the parent's in {_number(top1, '.2%')}; at least {options.min_top1:.2%}"
-        checks.append(at_least("divergence.min_top1", top1, options.min_top1, text))
+        found, text = _paired.top1(measured, sampling), "top token agrees with the parent's in {value}"
+        checks.append(estimated("divergence.min_top1", found, options.min_top1, ".2%", text, "windows", upper=False))
     return checks
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "?" if value is None else format(value, spec)

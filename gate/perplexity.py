@@ -6,10 +6,12 @@ from typing import Any
 
 from pydantic import Field
 
-from gate._check import Check, at_most
+from gate import _paired
+from gate._bootstrap import Sampling
+from gate._check import Check, estimated
 from qat.scheme import Section
 
-VERSION = 1
+VERSION = 2
 
 
 class Options(Section):
@@ -18,15 +20,14 @@ class Options(Section):
     max_relative_increase: float | None = Field(None, ge=0)
 
 
-def judge(measured: dict[str, Any], parent: dict[str, Any], options: Options) -> list[Check]:
+def judge(measured: dict[str, Any], parent: dict[str, Any], options: Options, sampling: Sampling) -> list[Check]:
     """The checks of one state. measured, parent: `Measurement.as_dict()` on the same windows."""
-    bound = options.max_relative_increase
+    bound, name = options.max_relative_increase, "perplexity.max_relative_increase"
     if bound is None:
         return []
-    ours, theirs = measured["perplexity"], parent["perplexity"]
-    name = "perplexity.max_relative_increase"
-    if ours is None:
-        return [at_most(name, None, bound, "")]
-    increase = (ours - theirs) / theirs
-    text = f"perplexity {ours:.3f}, the parent's {theirs:.3f}: {increase:+.2%}; at most {bound:+.2%}"
-    return [at_most(name, increase, bound, text)]
+    found = None
+    text = ""
+    if measured["perplexity"] is not None:
+        found = _paired.perplexity_increase(measured, parent, sampling)
+        text = f"perplexity {measured['perplexity']:.3f}, the parent's {parent['perplexity']:.3f}: {{value}}"
+    return [estimated(name, found, bound, "+.2%", text, "windows")]

@@ -147,6 +147,24 @@ def settle_paths(values: dict[str, Any], recipe_folder: Path) -> list[str]:
                     f"{where}.source: {source} does not exist, neither here, in the repository nor beside the recipe; "
                     f"set {where}.source=PATH"
                 )
+    return wrong + _settle_tasks(values, recipe_folder)
+
+
+def _settle_tasks(values: dict[str, Any], recipe_folder: Path) -> list[str]:
+    """The same for the example files of gate.tasks."""
+    gate = values.get("gate")
+    tasks = gate.get("tasks") if isinstance(gate, dict) else None
+    offline = tasks.get("offline") if isinstance(tasks, dict) else None
+    wrong: list[str] = []
+    if not isinstance(offline, dict):
+        return wrong
+    for name, source in offline.items():
+        found = locate(source, recipe_folder) if isinstance(source, str) else None
+        if found is not None:
+            offline[name] = found
+        elif isinstance(source, str):
+            nowhere = "does not exist, neither here, in the repository nor beside the recipe"
+            wrong.append(f"gate.tasks.offline.{name}: {source} {nowhere}")
     return wrong
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import types
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Quantize a model to INT4 or FP8, learn back what rounding cost, release it only when it is good enough.",
 )
+DEVICES, DTYPES = ("auto", "cpu", "cuda"), ("auto", "float32", "bfloat16")
 Arguments = Annotated[
     list[str], typer.Argument(metavar="recipe=FILE [dotted.key=value ...]", help="a recipe, and what differs from it")
 ]
@@ -76,11 +79,26 @@ def _main(
     pass
 
 
+NoProgress = Annotated[bool, typer.Option("--no-progress", help="no progress lines; also TARE_PROGRESS=0")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="errors only; also TARE_LOG=quiet")]
+AsJson = Annotated[bool, typer.Option("--json", help="one JSON object a line; also TARE_LOG=json")]
+
+
+def _speak(no_progress: bool, quiet: bool, as_json: bool) -> None:
+    if quiet and as_json:
+        raise typer.BadParameter("--quiet and --json exclude each other")
+    if no_progress or quiet:
+        os.environ["TARE_PROGRESS"] = "0"
+    if quiet or as_json:
+        os.environ["TARE_LOG"] = "quiet" if quiet else "json"
+
+
 @app.command(cls=RecipeCommand)
-def run(arguments: Arguments) -> None:
+def run(arguments: Arguments, no_progress: NoProgress = False, quiet: Quiet = False, as_json: AsJson = False) -> None:
     """Run every stage of a recipe; what is finished is reused."""
     from qat.train import main
 
+    _speak(no_progress, quiet, as_json)
     raise typer.Exit(main(arguments))
 
 
@@ -106,3 +124,46 @@ def sensitivity(arguments: Arguments) -> None:
     from qat.mixed import main
 
     raise typer.Exit(main(arguments))
+
+
+@app.command()
+def compare(
+    sources: Annotated[list[str], typer.Argument(metavar="RUN_OR_DIR ...", help="folders of runs, or checkpoints")],
+    parent: Annotated[str | None, typer.Option(help="as model.source; that of the first run")] = None,
+    text: Annotated[str | None, typer.Option(help="held-out text; that of the first run")] = None,
+    sequences: Annotated[int | None, typer.Option(min=1, help="windows of text")] = None,
+    length: Annotated[int | None, typer.Option(min=2, help="tokens in a window")] = None,
+    out: Annotated[Path, typer.Option(help="folder for compare.html, .json and .csv")] = Path("runs/compare"),
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
+    no_progress: NoProgress = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure runs and checkpoints, other tools' too, on the same text against one parent; writes one HTML page."""
+    from qat import manifest, report
+
+    _speak(no_progress, quiet, as_json)
+    for name, value, known in (("device", device, DEVICES), ("dtype", dtype, DTYPES)):
+        if value not in known:
+            raise typer.BadParameter(f"--{name} {value}: one of {', '.join(known)}")
+    from qat.compare import Choices, main
+
+    try:
+        main(sources, Choices(parent, text, sequences, length, device, dtype), out)
+    except (ValueError, OSError) as error:
+        report.complain(f"{type(error).__name__}: {manifest.redact(str(error))}")
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def verify(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR ...", help="a release, a stage or a whole run")],
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare every file with the hashes of its manifest, anywhere. Exit code 1: something differs."""
+    from qat import verify
+
+    _speak(False, quiet, as_json)
+    raise typer.Exit(verify.main(folders))

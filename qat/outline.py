@@ -16,12 +16,11 @@ from typing import Any
 
 from qat import plugins
 from qat.arguments import KEYWORDS
-from qat.recipe import Recipe
+from qat.recipe import BOUNDS, Recipe
 from qat.sections import ANSWERS
 from qat.stages import stage_key
 
 INDEX = "model.safetensors.index.json"
-BOUNDS = ("max_", "min_")  # gate options that judge a measurement and do not change it
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,15 @@ def outline(recipe: Recipe, root: dict[str, Any]) -> list[Step]:
 
 
 def _gate(recipe: Recipe, root: dict[str, Any]) -> dict[str, Any]:
-    checks = {
+    checks: dict[str, Any] = {
         name: {
             "version": plugins.version("gate", name),
             "options": {key: value for key, value in options.items() if not key.startswith(BOUNDS)},
         }
         for name, options in (recipe.model_dump()["gate"] or {}).items()
     }
+    if "tasks" in checks:  # where a file lies does not matter, what is in it does
+        checks["tasks"]["options"]["offline"] = root["tasks"]
     return {"checks": checks, "text": root["evaluation"], "compute": recipe.compute.dtype}
 
 
@@ -128,6 +129,9 @@ def inputs(recipe: Recipe, parent: Path, hash_of: Callable[[Path], str]) -> dict
             root[part] = {**section, "source": section["source"]}
             if path.is_file():  # the ending says how the bytes are read
                 root[part] |= {"source": hash_of(path), "kind": "".join(path.suffixes[-2:])}
+    tasks = (recipe.model_dump()["gate"] or {}).get("tasks")
+    if tasks is not None:
+        root["tasks"] = {name: hash_of(Path(path)) for name, path in tasks["offline"].items()}
     return root
 
 

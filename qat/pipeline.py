@@ -16,7 +16,7 @@ import gate.stage
 from calibrate.rtn import Rtn
 from export.carrier import trainable_biases
 from gate.stage import table
-from qat import manifest, report, training
+from qat import manifest, report, results, training
 from qat.artifact import Artifact
 from qat.job import Job
 from qat.stages import Stage
@@ -74,7 +74,7 @@ def gate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     check_bytes(job)
     parent = job.parent
     states, exports = states_of(job), exports_of(job)
-    checks, cache = job.recipe.gate or {}, job.run.folder / ".measured"
+    checks, cache = job.recipe.gate or {}, job.run.folder.parent / ".measured"  # one for all runs
     cache.mkdir(exist_ok=True)
     faults = {e.name: gate.stage.inspect(e, cache) if "lint" in checks else [] for e in exports}
     sound = [gate.stage.plain_state(e.name, e.directory, e.key, baseline=e.baseline, seconds=e.seconds)
@@ -91,6 +91,10 @@ def gate_(job: Job, index: int, out: Path) -> dict[str, Any]:
         measured = gate.stage.measure_all(
             own, [*states, *sound], job.evaluation.windows, cache, job.device, job.dtype, progress
         )
+    if "tasks" in checks:
+        tokenizer, options = parent.tokenizer, checks["tasks"]
+        examples = [own, *sound]
+        gate.stage.measure_tasks(measured, examples, tokenizer, options, cache, job.device, job.dtype)
     manifest.write_json(out / MEASURED, {"faults": faults, "measured": measured})
     kept = ("perplexity", "kl", "top1")
     return {name: {key: state[key] for key in kept} for name, state in measured["states"].items()}
@@ -160,6 +164,7 @@ def exports_of(job: Job) -> list[gate.stage.Exported]:
                 Artifact(job.source(index).path),
                 baseline,
                 stage.manifest["seconds"],
+                recipe.gate,
             )
         )
     return exports
@@ -174,15 +179,15 @@ def judge(job: Job) -> dict[str, Any] | None:
     path = job.run.folder / "verdict.json"
     verdict = gate.stage.verdict(path, said["measured"], exports_of(job), said["faults"], job.recipe.gate or {})
     report.say(table.text(verdict["table"]))
-    for name, judged in verdict["exports"].items():
-        for problem in [*judged["faults"], *(c for c in judged["checks"] if not c["passed"])]:
-            report.say(f"refused {name}: {problem['text']}")
+    for status, name, text in gate.stage.problems(verdict):
+        report.say(f"{status} {name}: {text}")
     return verdict
 
 
 def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
-    """The release stage, when the gate lets every export out; else None."""
-    if verdict is None or verdict["status"] != "released":
+    """The release stage with the exports that the gate lets out, each on its own; None when it lets none out."""
+    let_out = sorted(name for name, judged in verdict["exports"].items() if judged["released"]) if verdict else []
+    if verdict is None or not let_out:
         return None
     parents = [stage for stage in job.run.stages if stage.name in ("export", "gate")]
     card = parent_card(job)
@@ -193,6 +198,8 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
             if step.format is None:
                 continue
             recipe, name = job.recipe_of(step), label(step.variant, step.format)
+            if name not in let_out:
+                continue
             shown = ("parent", label(step.variant, "rtn"), name)
             facts = card | {
                 "scheme": str(recipe.scheme),
@@ -201,15 +208,33 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
                 "train": recipe.model_dump()["train"],
                 "evaluation": verdict["evaluation"] | {"source": Path(job.evaluation.source).name},
                 "rows": [row for row in verdict["table"] if row["state"] in shown],
+                "confidence": verdict["statistics"]["confidence"],
+                "tasks": tasks_of(verdict, name),
                 "data": job.root,
             }
             loaders = export.stage.loaders(recipe.export.engines, step.format, recipe.scheme)
             title = f"{Path(job.parent.name).name}-{name.replace('/', '-')}"
             export.release.release(job.made[index].path / step.format, out / name, title, loaders, facts)
-        return {"exports": sorted(verdict["exports"])}
+        return {"exports": let_out}
 
-    content = {"thresholds": job.recipe.model_dump()["gate"], "card": card}
+    thresholds = {variant or "": one.model_dump()["gate"] for variant, one in job.recipe.by_variant}
+    content = {"thresholds": thresholds, "card": card, "exports": let_out}
     return job.run.stage("release", content=content, parents=parents, work=work)
+
+
+def tasks_of(verdict: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The tasks of an export, for its card: {task, metric, score, parent, examples}."""
+    ours, theirs = (verdict["states"][state].get("tasks", {}) for state in (name, "parent"))
+    return [
+        {
+            "task": task,
+            "metric": found["metric"],
+            "score": found["score"],
+            "parent": theirs[task]["score"],
+            "examples": len(found["scores"]),
+        }
+        for task, found in ours.items()
+    ]
 
 
 def parent_card(job: Job) -> dict[str, Any]:
@@ -229,18 +254,21 @@ def finish(job: Job, verdict: dict[str, Any] | None, released: Stage | None) -> 
         if step.format is None:
             continue
         recipe, name = job.recipe_of(step), label(step.variant, step.format)
-        path = released.path / name if released else job.made[index].path / step.format
+        is_released = released is not None and name in released.metrics["exports"]
+        path = released.path / name if released and is_released else job.made[index].path / step.format
         exports[name] = {
             "path": path,
             "format": step.format,
             "scheme": str(recipe.scheme),
             "engines": recipe.export.engines,
-            "released": released is not None,
+            "released": is_released,
         }
-        report.say(f"{'released' if released else 'exported'} {name}: {path}")
+        report.say(f"{'released' if is_released else 'exported'} {name}: {path}")
     status = verdict["status"] if verdict else "ungated"
     report.say(f"status: {status}")
-    said = {"exports": exports, "verdict": job.run.folder / "verdict.json" if verdict else None}
+    shown = results.write(job, verdict, status)
+    report.say(f"report: {shown}")
+    said = {"exports": exports, "verdict": job.run.folder / "verdict.json" if verdict else None, "report": shown}
     return job.run.finish(status, **said, last_released=released.path if released else None)
 
 

@@ -21,6 +21,7 @@ from qat.sizes import Sizes
 GB = 2**30
 PROCESS_GB = 0.6  # python, torch and transformers with nothing loaded; measured on Linux, CPU build
 WAVE_GB = 0.25  # activations that a streamed forward pass keeps at once
+KEPT_GB = 4  # hidden states of the parent that the gate keeps for what is measured later
 CPU_FLOPS_PER_CORE, GPU_FLOPS = 2.5e10, 1.5e14  # rough rates, forward and backward of small models
 HEADROOM = 1.1  # of disk
 BYTES_PER_TOKEN = 4  # of English text, when a text is only measured by its file size
@@ -45,7 +46,7 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
 
     disk    calibrate  N c + 5 N / g + 2 R                    train   16 N / g: scales and their optimizer state
             export     N c + 2.5 N / g + 2 R, dense 2 (N + R), dense not of symmetric int4 4 (N + R)
-            gate, release 0: measurements; hard links
+            gate       T h a, the parent's last hidden states, kept when they are at most 4 GB      release 0: links
     memory  0.6 GB for the process, and
             calibrate  the largest block and R at a, hidden states T h a for one or two streams (what is over
                        compute.activation_gb goes to disk)
@@ -81,7 +82,13 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
         available = path.stat().st_size // BYTES_PER_TOKEN if path.is_file() else 0
         tokens = text.sequences * text.length if text.sequences else available
         memory = a * (model.largest_block + rest) + WAVE_GB * GB + 8 * text.length * model.vocabulary
-        return _needs(0, memory, 2 * model.matmul * tokens * (1 + len(recipe.export.formats)), rate)
+        kept = tokens * model.hidden * a
+        return _needs(
+            kept if kept <= KEPT_GB * GB else 0,
+            memory,
+            2 * model.matmul * tokens * (1 + len(recipe.export.formats)),
+            rate,
+        )
     return _needs(0, 0, 0, rate)
 
 

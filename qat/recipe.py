@@ -18,6 +18,7 @@ from pydantic import (
     SerializeAsAny,
     StringConstraints,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -29,7 +30,8 @@ from qat.sections import Calibrate, Compute, Data, Export, ModelSource, OneOrMor
 
 __all__ = ["Recipe", "RecipeError", "load", "merge"]
 
-OVERLAYS = ("scheme", "calibrate", "train", "export")
+OVERLAYS = ("scheme", "calibrate", "train", "export", "gate")
+BOUNDS = ("max_", "min_")  # gate options that judge a measurement and do not change it
 FOLDER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 
@@ -49,7 +51,7 @@ class Recipe(Section):
         None, description="a file of gate/ -> its bounds; null: no gate, nothing is refused"
     )
     variants: dict[str, dict[str, Any]] = Field(
-        {}, description=f"name -> what differs in {', '.join(OVERLAYS)}; same parent, data and teacher"
+        {}, description=f"name -> what differs in {', '.join(OVERLAYS)} (bounds only); same parent, data and teacher"
     )
     compute: Compute = Field({}, validate_default=True)
     until: Literal["calibrate", "train", "export", "gate"] | None = Field(None, description="the last stage to run")
@@ -90,8 +92,8 @@ class Recipe(Section):
 
     @field_validator("variants")
     @classmethod
-    def _check_variants(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        lines = []
+    def _check_variants(cls, value: dict[str, dict[str, Any]], info: ValidationInfo) -> dict[str, dict[str, Any]]:
+        lines, measured = [], info.data.get("gate") or {}
         for name, overlay in value.items():
             if not name.replace("_", "").replace("-", "").isalnum() or not name.isascii():
                 lines.append(problem((name,), "a variant's name becomes a folder: use letters, digits, - and _"))
@@ -99,6 +101,17 @@ class Recipe(Section):
                 if key not in OVERLAYS:
                     why = "cannot differ between variants" + did_you_mean(key, OVERLAYS)
                     lines.append(problem((name, key), why))
+            gate = overlay.get("gate", {})
+            if not isinstance(gate, Mapping):
+                lines.append(problem((name, "gate"), "every variant is judged: give the bounds that differ"))
+                continue
+            for check, bounds in gate.items():
+                if check not in measured:
+                    lines.append(problem((name, "gate", check), "is not in the gate section, which all share"))
+                for option in bounds if isinstance(bounds, Mapping) else ():
+                    if not option.startswith(BOUNDS):
+                        why = f"cannot differ between variants; only bounds can ({', '.join(BOUNDS)}...)"
+                        lines.append(problem((name, "gate", check, option), why))
         if lines:
             raise problems("variants", lines)
         return value

@@ -3,6 +3,9 @@
 On a terminal progress is a bar; elsewhere it is a plain line every ten seconds:
 
     calibrate  block 7/28  err 0.0031  eta 2m
+
+TARE_LOG=json makes every line a JSON object with `event` (say, stage, error, table, progress), `time` (UTC, ISO 8601)
+and `text` or the numbers; TARE_LOG=quiet leaves errors only.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -35,27 +39,52 @@ def console(stderr: bool = False) -> Console:
     return Console(file=stream, width=None if stream.isatty() else PLAIN_WIDTH, highlight=False, soft_wrap=True)
 
 
-def say(text: str) -> None:
-    """One line, from rank 0."""
-    if is_main():
-        console().print(text, markup=False)
+def log_format() -> str:
+    """`text`, `json` or `quiet`. Raises ValueError for another TARE_LOG."""
+    found = os.environ.get("TARE_LOG", "") or "text"
+    if found not in ("text", "json", "quiet"):
+        raise ValueError(f"TARE_LOG is {found!r}; it may be text, json or quiet")
+    return found
+
+
+def event(kind: str, said: dict[str, Any], stderr: bool = False) -> None:
+    """One line of the JSON log."""
+    stream = sys.stderr if stderr else sys.stdout
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    print(json.dumps({"event": kind, "time": now, **said}, ensure_ascii=False, default=str), file=stream, flush=True)
+
+
+def say(text: str, kind: str = "say") -> None:
+    """One line, from rank 0. kind: `say`, or `stage` for the start of one."""
+    if not is_main() or log_format() == "quiet":
+        return
+    if log_format() == "json":
+        event(kind, {"text": text})
+    else:
+        console().print(text, markup=False, style="bold" if kind == "stage" else None)
 
 
 def heading(text: str) -> None:
     """The start of a stage."""
-    if is_main():
-        console().print(text, style="bold", markup=False)
+    say(text, "stage")
 
 
 def complain(text: str) -> None:
     """An error, on stderr, once on each machine: local rank 0 prints it."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    if log_format() == "json":
+        event("error", {"text": text}, stderr=True)
+    else:
         console(stderr=True).print(text, markup=False)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """A table from rank 0: numbers to the right with four digits, None as a dash."""
-    if not is_main():
+    if not is_main() or log_format() == "quiet":
+        return
+    if log_format() == "json":
+        event("table", {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]})
         return
     made = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
@@ -95,7 +124,7 @@ class Steps:
     def __enter__(self) -> Steps:
         self.start = self.said = monotonic()
         screen = console()
-        if self.shown and screen.is_terminal:
+        if self.shown and screen.is_terminal and log_format() == "text":
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, TextColumn("{task.fields[info]}"), console=screen, transient=True)
             self._bar.start()
@@ -116,6 +145,10 @@ class Steps:
         quiet = LINE_EVERY_SECONDS if self.said > self.start else FIRST_LINE_SECONDS
         if self.shown and now - self.said >= quiet and self.done < self.total:
             self.said = now
+            if log_format() == "json":
+                said = {"what": self.what, "unit": self.unit, "done": self.done, "total": self.total}
+                event("progress", said | {"info": info, "eta_seconds": round(self.eta(now))})
+                return
             say(f"{self.what}  {self.unit} {self.done}/{self.total}  {info}  eta {duration(self.eta(now))}")
 
     def eta(self, now: float) -> float:

@@ -20,6 +20,8 @@ FORBIDDEN = {
     "qat.pipeline": (),  # it puts them together
     "qat.train": (),
     "qat.mixed": (),
+    "qat.results": (),
+    "qat.compare": (),
     "calibrate": ("export", "gate", *SPINE),
     "export": ("calibrate", "gate", *SPINE),
     "gate": ("calibrate", "export", *SPINE),

@@ -94,7 +94,7 @@ def test_the_summary_says_what_was_made_and_where(released: Path) -> None:
         assert wanted <= set(stage) and stage["path"] == f"{stage['name']}-{stage['key']}"
         assert stage["reused"] is False and stage["seconds"] >= 0 and stage["peak_rss_gb"] > 0
     paths = relative_paths(summary)
-    assert len(paths) == 8
+    assert len(paths) == 9 and summary["report"] == "report.html"
     for path in paths:
         assert not Path(path).is_absolute() and (released / path).exists(), path
 

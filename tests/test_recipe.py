@@ -350,3 +350,19 @@ def test_a_range_of_inputs_needs_static_inputs() -> None:
 def test_percentile_is_for_inputs_only() -> None:
     with pytest.raises(RecipeError, match=r"calibrate\.range: percentile does not do int4"):
         load(["recipe=micro.yaml", "calibrate.range=percentile"])
+
+
+def test_only_bounds_of_the_gate_may_differ_between_variants(fake_root: Path) -> None:
+    def with_gate(gate: str) -> list[str]:
+        return ["recipe=small.yaml", f"variants={{a: {{}}, b: {{gate: {gate}}}}}"]
+
+    recipes = dict(load(with_gate("{perplexity: {max_relative_increase: 0.01}}")).by_variant)
+    bounds = {name: one.model_dump()["gate"]["perplexity"]["max_relative_increase"] for name, one in recipes.items()}
+    assert bounds == {"a": 0.05, "b": 0.01}
+    for gate, why in (
+        ("{perplexity: {windows: 3}}", "variants.b.gate.perplexity.windows: cannot differ"),
+        ("{divergence: {max_kl: 1}}", "variants.b.gate.divergence: is not in the gate section"),
+        ("null", "variants.b.gate: every variant is judged"),
+    ):
+        with pytest.raises(RecipeError, match=why):
+            load(with_gate(gate))

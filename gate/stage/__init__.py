@@ -4,20 +4,24 @@
 every time. verdict.json:
 
     schema      1
-    status      "released", or "refused" when any export has a fault or misses a check
-    exports     name -> {path (relative to verdict.json), format, released,
-                faults: [{kind, where, what, rule, way_out, text}], checks: [{name, value, bound, passed, text}]}
+    status      the worst of its exports: refused, anomalous, inconclusive, released
+    exports     name -> {path (relative to verdict.json), format, status, released,
+                faults: [{kind, where, what, rule, way_out, text}], anomalies: [sentence],
+                checks: [{name, value, bound, passed, text, outcome, low, high, examples, needed}]}
     checks      the checks of all exports in one list, each with its `export`
+    statistics  {confidence, resamples, seed, max_gain, max_parent_perplexity}: how the intervals were made
     table       one row a state: {state, format, perplexity, kl, kl_stderr, top1, perplexity_recovered, kl_recovered,
                 size_on_disk, bits_per_weight, bits_per_parameter, seconds, note}; null where there is no number
-    evaluation  {fingerprint, num_windows, length, num_tokens, dtype, device}
-    states      name -> the measurement with sums per window ({nll, kl, top1}), for paired statistics
+    evaluation  {fingerprint, num_windows, length, num_tokens, vocabulary, dtype, device}
+    states      name -> the measurement with sums per window ({nll, kl, top1}), for paired statistics; the spread of the
+                KL of single tokens; the positions where it is largest
+
+gate/verdict.schema.json is its JSON schema.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,19 +29,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gate import _measure, lint
-from gate._check import Check, Fault
+from gate import _examples, _measure, lint
 from gate._inputs import CacheScales, hooks
 from gate.readers import Export, InputQuant, open_export
-from gate.stage import table
+from gate.stage import _tasks
 from gate.stage._content import digest, effective, files_key, fingerprint, remembered, write_json
-from qat import plugins
+from gate.stage._verdict import Exported, problems, verdict
 from qat.arch import arch_of
 from qat.artifact import Artifact
 from qat.checkpoint import Tensors
 from qat.model import Model
 from qat.scheme import Scheme, Section
 from qat.tokens import fingerprint as text_fingerprint
+
+__all__ = [
+    "Exported",
+    "State",
+    "artifact_state",
+    "dynamic_inputs",
+    "dynamic_quant",
+    "inspect",
+    "measure_all",
+    "measure_tasks",
+    "plain_state",
+    "problems",
+    "run",
+    "verdict",
+]
 
 
 @dataclass(frozen=True)
@@ -60,25 +78,12 @@ class State:
     seconds: float | None = None
     cache_scales: CacheScales | None = None
 
-    def model(self, device: torch.device | str, dtype: torch.dtype) -> Model:
+    def model(self, device: torch.device | str, dtype: torch.dtype, resident: bool = False) -> Model:
         """The model of this state, read block by block, activations quantized as its engine does."""
-        model = Model(self.config, self.tensors, device, dtype)
+        model = Model(self.config, self.tensors, device, dtype, resident)
         if self.input_quant or self.cache_scales:
             model.prepare = hooks(model.arch, self.input_quant, self.cache_scales)
         return model
-
-
-@dataclass(frozen=True)
-class Exported:
-    """An exported directory to judge. engines: those that must load it. artifact: what it was exported from."""
-
-    name: str
-    directory: Path
-    engines: Collection[str]
-    key: str = ""
-    artifact: Artifact | None = None
-    baseline: str | None = None
-    seconds: float | None = None
 
 
 def plain_state(name: str, folder: Path, key: str = "", **more: Any) -> State:
@@ -187,7 +192,8 @@ def measure_all(
     todo = [s for s in states if first[content[s.name]] is s and known[keys[s.name]] is None]
     if todo or known[keys[parent.name]] is None:
         models = {state.name: state.model(device, dtype) for state in todo}
-        own, others = _measure.measure_many(parent.model(device, dtype), models, windows, progress)
+        store = cache / f"hidden-{digest(*setting)}"
+        own, others = _measure.measure_many(parent.model(device, dtype), models, windows, progress, store=store)
         for name, measurement in {parent.name: own, **others}.items():
             known[keys[name]] = measurement.as_dict()
             write_json(cache / f"measure-{keys[name]}.json", known[keys[name]])
@@ -209,10 +215,50 @@ def measure_all(
         "num_windows": len(windows),
         "length": windows.shape[1],
         "num_tokens": out[parent.name]["num_tokens"],
+        "vocabulary": parent.config.vocab_size,
         "dtype": str(dtype).removeprefix("torch."),
         "device": device_type,
     }
     return {"evaluation": evaluation, "states": out}
+
+
+def measure_tasks(
+    measured: dict[str, Any],
+    states: Sequence[State],
+    tokenizer: Any,
+    options: Section,
+    cache: Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    progress: _tasks.Progress = lambda name, done: None,
+) -> None:
+    """Put `tasks` into the measurements of `measure_all`. states: the parent first. options: of gate/tasks.py.
+
+    Raises ValueError for a file of examples that cannot be read, and without lm-eval when tasks of it are asked for.
+    """
+    asked = options.model_dump()
+    longest = getattr(states[0].config, "max_position_embeddings", None)
+    offline = {
+        name: _examples.read(Path(path), tokenizer, asked["limit"], longest) for name, path in asked["offline"].items()
+    }
+
+    def make(state: State) -> Callable[[bool], Model]:
+        return lambda resident: state.model(device, dtype, resident)
+
+    found = _tasks.measure(
+        {state.name: make(state) for state in states},
+        {state.name: measured["states"][state.name]["fingerprint"] for state in states},
+        offline,
+        asked["lm_eval"],
+        asked["limit"],
+        tokenizer,
+        cache,
+        device,
+        dtype,
+        progress,
+    )
+    for name, tasks in found.items():
+        measured["states"][name]["tasks"] = tasks
 
 
 def _content(state: State, cache: Path) -> str:
@@ -235,43 +281,3 @@ def _sizes(tensors: Tensors) -> dict[str, float | None]:
         "bits_per_weight": tensors.bits_per_weight,
         "bits_per_parameter": tensors.bits_per_parameter,
     }
-
-
-def verdict(
-    path: Path,
-    measured: dict[str, Any],
-    exports: Sequence[Exported],
-    faults: Mapping[str, list[dict[str, Any]]],
-    gate: Mapping[str, Section],
-) -> dict[str, Any]:
-    """Judge every export, write `path` and return what is in it. An export without a measurement is refused."""
-    states = measured["states"]
-    parent = next(iter(states.values()))
-    judged: dict[str, dict[str, Any]] = {}
-    for export in exports:
-        listed, checks = list(faults.get(export.name, [])), list[Check]()
-        state = states.get(export.name)
-        if state is not None and state["perplexity"] is None:
-            what = "its logits are not finite on the evaluation text"
-            listed.append(Fault("finite", export.name, what, "they must be", "look at its scales and biases").as_dict())
-        elif state is not None:
-            for name, options in gate.items():
-                judge = getattr(plugins.find("gate", name), "judge", None)
-                checks += judge(state, parent, options) if judge else []
-        judged[export.name] = {
-            "path": os.path.relpath(export.directory, path.parent),
-            "format": state["format"] if state else None,
-            "released": state is not None and not listed and all(check.passed for check in checks),
-            "faults": listed,
-            "checks": [check.as_dict() for check in checks],
-        }
-    out = {
-        "schema": 1,
-        "status": "released" if judged and all(e["released"] for e in judged.values()) else "refused",
-        "exports": judged,
-        "checks": [{"export": name, **check} for name, e in judged.items() for check in e["checks"]],
-        "table": table.rows(states, {name: e["faults"] for name, e in judged.items()}),
-        **measured,
-    }
-    write_json(path, out)
-    return out

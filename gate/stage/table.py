@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gate import _paired
+from gate._bootstrap import Sampling
+
 COLUMNS = (  # key of the row, heading, format
     ("state", "state", ""),
     ("format", "format", ""),
@@ -21,10 +24,14 @@ COLUMNS = (  # key of the row, heading, format
 )
 
 
-def rows(states: dict[str, dict[str, Any]], faults: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def rows(
+    states: dict[str, dict[str, Any]], faults: dict[str, list[dict[str, Any]]], sampling: Sampling
+) -> list[dict[str, Any]]:
     """One row a state, the parent first; then exports with faults, which were not measured.
 
     *_recovered: the share of the baseline's (round-to-nearest) loss that this state does not have any more.
+    kl_low, kl_high, increase_low, increase_high: the confidence intervals of the KL and of the perplexity's relative
+    increase over the parent's.
     """
     parent = next(iter(states.values()))
     found = []
@@ -32,6 +39,11 @@ def rows(states: dict[str, dict[str, Any]], faults: dict[str, list[dict[str, Any
         baseline = states.get(state["baseline"]) if state["baseline"] else None
         row = {"state": name, "format": state["format"]}
         row |= {key: state[key] for key in ("perplexity", "kl", "kl_stderr", "top1", "size_on_disk", "bits_per_weight")}
+        same_text = len(state["windows"]["nll"]) == len(parent["windows"]["nll"])
+        increase = _paired.perplexity_increase(state, parent, sampling) if same_text else None
+        for key, estimate in (("kl", _paired.kl(state, sampling)), ("increase", increase)):
+            row |= {f"{key}_low": estimate and estimate.low, f"{key}_high": estimate and estimate.high}
+        row["increase"] = increase and increase.value
         row |= {"bits_per_parameter": state["bits_per_parameter"], "seconds": state["seconds"]}
         row["perplexity_recovered"] = row["kl_recovered"] = None
         if baseline and baseline is not state:
@@ -58,7 +70,7 @@ def text(table: Sequence[dict[str, Any]]) -> str:
     for row in table:
         size = row["size_on_disk"]
         shown = {**row, "megabytes": None if size is None else size / 1e6}
-        cells.append([_cell(shown[key], spec) for key, _, spec in COLUMNS])
+        cells.append([cell(shown[key], spec) for key, _, spec in COLUMNS])
     used = [i for i in range(len(COLUMNS)) if any(line[i] for line in cells)]
     lines = [[COLUMNS[i][1] for i in used], *([line[i] for i in used] for line in cells)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(used))]
@@ -69,5 +81,6 @@ def text(table: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _cell(value: Any, spec: str) -> str:
+def cell(value: Any, spec: str) -> str:
+    """A value as the table writes it; empty for None."""
     return "" if value is None else format(value, spec)

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, LlamaForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from gate import _inputs, _measure, divergence, perplexity
+from gate._bootstrap import Sampling
 from gate._measure import Measurement, measure, measure_many
 from gate.readers import open_export
 from qat import model as qat_model
@@ -129,25 +131,94 @@ def test_numbers_that_are_not_finite_become_null_and_are_refused() -> None:
     good = Measurement(2, nll=[2.0, 2.0], kl=[0.0, 0.0], top1=[2, 2]).as_dict()
     bad = Measurement(2, nll=[2.0, math.nan], kl=[math.inf, 0.0], top1=[2, 0]).as_dict()
     assert (bad["perplexity"], bad["kl"], bad["kl_stderr"], bad["windows"]["kl"]) == (None, None, None, [None, 0.0])
-    checks = perplexity.judge(bad, good, perplexity.Options(max_relative_increase=0.1))
-    checks += divergence.judge(bad, good, divergence.Options(max_kl=1))
-    assert [(c.passed, c.value) for c in checks] == [(False, None), (False, None)]
+    checks = perplexity.judge(bad, good, perplexity.Options(max_relative_increase=0.1), Sampling())
+    checks += divergence.judge(bad, good, divergence.Options(max_kl=1), Sampling())
+    assert [(c.passed, c.value, c.outcome) for c in checks] == [(False, None, "failed")] * 2
     assert "not finite" in checks[0].text
 
 
 def test_a_bound_holds_when_it_is_just_met() -> None:
-    parent = {"perplexity": 20.0}
-    measured = {"perplexity": 21.0, "kl": 0.1, "top1": 0.9}
+    parent = Measurement(10, nll=[30.0] * 4, kl=[0.0] * 4, top1=[10] * 4).as_dict()
+    measured = Measurement(10, nll=[30.0 + 10 * math.log(1.05)] * 4, kl=[1.0] * 4, top1=[9] * 4).as_dict()
     both = divergence.Options(max_kl=0.1, min_top1=0.9)
-    assert [c.passed for c in divergence.judge(measured, parent, both)] == [True, True]
-    assert [c.passed for c in divergence.judge({**measured, "kl": 0.1001, "top1": 0.89}, parent, both)] == [
-        False,
-        False,
-    ]
-    options = perplexity.Options(max_relative_increase=0.05)
-    (check,) = perplexity.judge(measured, parent, options)
-    assert check.passed
-    assert check.text == "perplexity 21.000, the parent's 20.000: +5.00%; at most +5.00%"
-    assert not perplexity.judge({"perplexity": 21.01}, parent, options)[0].passed
-    assert perplexity.judge(measured, parent, perplexity.Options()) == []
-    assert divergence.judge(measured, parent, divergence.Options()) == []
+    assert [c.outcome for c in divergence.judge(measured, parent, both, Sampling())] == ["passed"] * 2
+    worse = Measurement(10, nll=[31.0] * 4, kl=[1.001] * 4, top1=[9, 9, 9, 9]).as_dict()
+    tight = divergence.Options(max_kl=0.1, min_top1=0.9001)
+    assert [c.outcome for c in divergence.judge(worse, parent, tight, Sampling())] == ["failed"] * 2
+    (check,) = perplexity.judge(measured, parent, perplexity.Options(max_relative_increase=0.0500001), Sampling())
+    assert check.passed and check.value == pytest.approx(0.05)
+    assert check.text.startswith("perplexity 21.090, the parent's 20.086: +5.00%; at most +5.00%")
+    assert not perplexity.judge(worse, parent, perplexity.Options(max_relative_increase=0.05), Sampling())[0].passed
+    assert perplexity.judge(measured, parent, perplexity.Options(), Sampling()) == []
+    assert divergence.judge(measured, parent, divergence.Options(), Sampling()) == []
+
+
+def test_token_kl_and_the_worst_positions_are_those_of_the_whole_model(tiny: SimpleNamespace) -> None:
+    export = open_export(tiny.export("awq", "int4"))
+    p = whole(AutoConfig.from_pretrained(tiny.parent), SafetensorsFolder(tiny.parent), tiny.windows)[:, :-1]
+    q = whole(export.config, export, tiny.windows)[:, :-1]
+    kl = (p.exp() * (p - q)).sum(-1)
+    found = measure(parent_model(tiny), Model(export.config, export), tiny.windows).as_dict()
+    spread = found["token_kl"]
+    assert spread["quantiles"]["1.0"] == pytest.approx(kl.max().item(), rel=1e-3)
+    ordered = sorted(kl.flatten().tolist())
+    assert spread["quantiles"]["0.5"] == pytest.approx(ordered[len(ordered) // 2 - (1 - len(ordered) % 2)], rel=1e-2)
+    assert sum(spread["counts"]) == kl.numel() and len(spread["counts"]) == len(spread["edges"]) + 1
+    largest = sorted(range(5), key=lambda w: -kl[w].max().item())
+    assert [one["window"] for one in found["worst"]] == largest
+    one = found["worst"][0]
+    w, t = one["window"], int(kl[one["window"]].argmax())
+    assert one["position"] == t and one["next"] == tiny.windows[w, t + 1]
+    assert one["context"] == tiny.windows[w, : t + 1].tolist()
+    for key, logs in (("top", q), ("parent_top", p)):
+        best = logs[w, t].exp().sort(descending=True)
+        assert [token for token, _ in one[key]] == best.indices[:5].tolist()
+        assert [share for _, share in one[key]] == pytest.approx(best.values[:5].tolist(), rel=1e-3)
+    assert one["parent_nll"] == pytest.approx(-p[w, t, one["next"]].item(), rel=1e-4)
+
+
+def test_kept_hidden_states_of_the_parent_give_the_same_numbers_without_a_pass(
+    tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_measure, "WAVE_BYTES", 2 * 24 * 64 * 4)  # three waves
+    candidate = {"a": export_model(tiny, "awq", "int4")}
+    own, others = measure_many(parent_model(tiny), candidate, tiny.windows, store=tiny.folder / "hidden")
+    again, parent = {"a": export_model(tiny, "awq", "int4")}, parent_model(tiny)
+    monkeypatch.setattr(parent, "hidden", None)
+    for given in (again, {}):
+        same, kept = measure_many(parent, given, tiny.windows, store=tiny.folder / "hidden")
+        assert same.nll == own.nll
+        assert all(kept[name].kl == others[name].kl for name in given)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how many numbers the largest tensor has that was made while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(value, Tensor):
+                self.numel = max(self.numel, value.numel())
+        return out
+
+
+def test_logits_of_a_large_vocabulary_are_made_a_few_positions_at_a_time(
+    tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but the heads (and the embedding) is larger than the share of one of LIVE tensors."""
+    config = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=50_000,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    tensors = dict(LlamaForCausalLM(config).state_dict())
+    tensors.pop("lm_head.weight")
+    source = SimpleNamespace(names=lambda: sorted(tensors), get=lambda name: tensors[name])
+    monkeypatch.setattr(_measure, "LOGIT_BYTES", 4 * 50_000 * _measure.LIVE * 20)  # room for 20 positions
+    windows = torch.randint(50_000, (1, 200), generator=torch.Generator().manual_seed(0))
+    with Largest() as largest:
+        measure(Model(config, source), Model(config, source), windows)
+    assert 16 * 50_000 <= largest.numel <= 20 * 50_000

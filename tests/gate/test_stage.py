@@ -45,7 +45,7 @@ def test_good_exports_are_released_and_equal_tensors_measured_once(
     measured: list[str] = []
     many = _measure.measure_many
     monkeypatch.setattr(
-        _measure, "measure_many", lambda p, c, w, progress: measured.extend(c) or many(p, c, w, progress)
+        _measure, "measure_many", lambda p, c, *rest, **more: measured.extend(c) or many(p, c, *rest, **more)
     )
     found = run(tiny, [exported(tiny, form) for form in forms])
     assert found["status"] == "released"
@@ -96,7 +96,7 @@ def test_scales_off_by_five_percent_are_refused(tiny: SimpleNamespace) -> None:
         tiny, [exported(tiny, "awq", artifact=False)], {**GATE, "divergence": divergence.Options(max_kl=good)}
     )
     assert foreign["exports"]["awq"]["faults"] == []
-    assert foreign["status"] == "refused"
+    assert foreign["status"] == "inconclusive"  # five windows: tests/gate/test_damage.py has enough of them
     assert foreign["states"]["awq"]["kl"] > good
 
 

@@ -1,0 +1,165 @@
+"""Offline tasks: JSONL examples scored by log-likelihood, block by block, one block in memory.
+
+Sequences are padded on the right to a multiple of `PAD` tokens: a causal model does not see what comes after.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.model import WAVE_BYTES, Model
+
+VERSION = 1
+PAD, BATCH = 16, 8
+CHOICE, CONTINUATION = {"context", "choices", "answer"}, {"context", "continuation"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """Token ids, of which the last `count` are scored; letters: the length of the text that they stand for."""
+
+    ids: tuple[int, ...]
+    count: int
+    letters: int
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question: a request for each choice and the right one's place, or one request and None."""
+
+    requests: tuple[Request, ...]
+    answer: int | None
+
+    @property
+    def metric(self) -> str:
+        return "acc" if self.answer is None else "acc_norm"
+
+
+def read(path: Path, tokenizer: Any, limit: int | None, longest: int | None) -> list[Example]:
+    """The examples of a JSONL file as tokens; see gate/tasks.py. Raises ValueError that names file and line."""
+    found: list[Example] = []
+    with path.open(encoding="utf-8") as f:
+        for number, line in enumerate(f, 1):
+            if limit is not None and len(found) >= limit:
+                break
+            if line.strip():
+                try:
+                    found.append(_example(json.loads(line), tokenizer, longest))
+                except ValueError as error:
+                    raise ValueError(f"{path} line {number}: {error}") from error
+    if not found:
+        raise ValueError(f"{path} holds no example; one a line is needed, such as {{'context': ..., 'choices': ...}}")
+    if len({example.metric for example in found}) > 1:
+        raise ValueError(f"{path} mixes choices and continuations; give them as two tasks")
+    return found
+
+
+def _example(row: Any, tokenizer: Any, longest: int | None) -> Example:
+    keys = set(row) if isinstance(row, dict) else set()
+    if not (keys >= CHOICE or keys >= CONTINUATION) or not isinstance(row["context"], str):
+        need = f"{sorted(CHOICE)} or {sorted(CONTINUATION)}"
+        raise ValueError(f"an example has the keys {need} with a text as context, got {sorted(keys) or row!r}")
+    answer = row["answer"] if "choices" in row else None
+    texts = row["choices"] if "choices" in row else [row["continuation"]]
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise ValueError(f"choices and continuation are texts with at least one letter, got {texts!r}")
+    if "choices" in row and (len(texts) < 2 or type(answer) is not int or not 0 <= answer < len(texts)):
+        raise ValueError(f"answer is the place of one of two or more choices, from 0, got {answer!r} of {len(texts)}")
+    return Example(tuple(_request(row["context"], text, tokenizer, longest) for text in texts), answer)
+
+
+def _request(context: str, text: str, tokenizer: Any, longest: int | None) -> Request:
+    """Spaces that end the context go with what follows, as tokenizers have them."""
+    letters = len(text)
+    head = context.rstrip(" ")
+    text = context[len(head) :] + text
+
+    def encode(of: str) -> list[int]:
+        return list(tokenizer(of, add_special_tokens=False, verbose=False)["input_ids"])
+
+    before = encode(head)
+    ids = encode(head + text)
+    if not before:
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        if start is None:
+            raise ValueError("an empty context needs a tokenizer with a beginning-of-text or end-of-text token")
+        before, ids = [start], [start, *ids]
+    count = len(ids) - len(before)
+    if count < 1:
+        raise ValueError(f"{text!r} adds no token to its context: move a word from the context into it")
+    if longest is not None and len(ids) > longest:
+        raise ValueError(f"{len(ids)} tokens are more than the model reads ({longest}); shorten the context")
+    return Request(tuple(ids), count, letters)
+
+
+def score(model: Model, examples: Sequence[Example], advance: Callable[[int], Any] = lambda done: None) -> list[float]:
+    """1 for every example that the model gets right, else 0. advance: told how many requests were done."""
+    flat = [request for example in examples for request in example.requests]
+    results = dict[int, tuple[float, bool]]()
+    order = sorted(range(len(flat)), key=lambda n: -len(flat[n].ids))
+    for wave in _waves(model, flat, order):
+        _run(model, flat, wave, results)
+        advance(sum(map(len, wave)))
+    ordered = iter(results[n] for n in range(len(flat)))
+    return [_judge(example, [next(ordered) for _ in example.requests]) for example in examples]
+
+
+def _judge(example: Example, results: Sequence[tuple[float, bool]]) -> float:
+    if example.answer is None:
+        return float(results[0][1])
+    rates = [logp / request.letters for (logp, _), request in zip(results, example.requests, strict=True)]
+    return float(max(range(len(rates)), key=rates.__getitem__) == example.answer)
+
+
+def _waves(model: Model, flat: Sequence[Request], order: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Batches of requests of about equal length, as many at once as their hidden states have room for."""
+    wave, taken = list[list[int]](), 0
+    for start in range(0, len(order), BATCH):
+        batch = list(order[start : start + BATCH])
+        size = len(batch) * _padded(flat, batch) * model.config.hidden_size * model.dtype.itemsize
+        if wave and taken + size > WAVE_BYTES:
+            yield wave
+            wave, taken = [], 0
+        wave.append(batch)
+        taken += size
+    yield wave
+
+
+def _padded(flat: Sequence[Request], batch: Sequence[int]) -> int:
+    return -(-max(len(flat[n].ids) for n in batch) // PAD) * PAD
+
+
+@torch.no_grad()
+def _run(
+    model: Model, flat: Sequence[Request], wave: Sequence[Sequence[int]], results: dict[int, tuple[float, bool]]
+) -> None:
+    with model.ends():
+        states = []
+        for batch in wave:
+            ids = torch.zeros(len(batch), _padded(flat, batch), dtype=torch.int64)
+            for row, n in enumerate(batch):
+                ids[row, : len(flat[n].ids)] = torch.tensor(flat[n].ids)
+            states.append(model.embed(ids))
+    for index in range(len(model.blocks)):
+        with model.block(index):
+            states = [model.run_block(index, state) for state in states]
+    with model.ends():
+        for batch, state in zip(wave, states, strict=True):
+            for row, n in enumerate(batch):
+                results[n] = _likelihood(model, state[row], flat[n])
+
+
+def _likelihood(model: Model, hidden: Tensor, request: Request) -> tuple[float, bool]:
+    """(log-likelihood of the scored tokens, whether each is the most likely one). hidden: (length, hidden size)."""
+    end = len(request.ids)
+    logp = model.logits(hidden[end - request.count - 1 : end - 1]).log_softmax(-1)
+    target = torch.tensor(request.ids[end - request.count :], device=logp.device)
+    total = logp.gather(1, target[:, None]).double().sum().item()
+    return total, bool((logp.argmax(-1) == target).all())

@@ -1,0 +1,48 @@
+"""Tasks of lm-evaluation-harness on a state, through its Hugging Face backend. The whole model is in memory."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+from qat.model import Model
+
+BATCH = 8
+METRICS = ("acc_norm", "exact_match", "acc", "pass@1", "f1", "bleu")  # the first that a task reports is judged
+
+
+def version() -> str:
+    """Of lm-eval. Raises ValueError when it is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("gate.tasks.lm_eval needs lm-evaluation-harness: pip install 'tare-llm[eval]'")
+    return importlib.metadata.version("lm_eval")
+
+
+def score(model: Model, tokenizer: Any, tasks: Sequence[str], limit: int | None) -> dict[str, dict[str, Any]]:
+    """Task -> {metric, scores of every example, in the order of the documents}.
+
+    model: resident; what its hooks do to activations is done here too. Raises ValueError for an unknown task, and for
+    one that reports no score of single examples.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    with model.ends():
+        for index in range(len(model.blocks)):
+            model.load_block(index)
+        language_model = HFLM(pretrained=model.root, tokenizer=tokenizer, batch_size=BATCH)
+        try:
+            found = simple_evaluate(language_model, tasks=list(tasks), limit=limit, log_samples=True, bootstrap_iters=0)
+        except KeyError as error:
+            raise ValueError(f"lm-eval has no task {error}; `lm_eval --tasks list` names those it has") from error
+    return {task: _scores(task, samples) for task, samples in found["samples"].items()}
+
+
+def _scores(task: str, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    ordered = sorted(samples, key=lambda sample: sample["doc_id"])
+    metric = next((name for name in METRICS if all(isinstance(s.get(name), int | float) for s in ordered)), None)
+    if metric is None or not ordered:
+        raise ValueError(f"lm-eval gives {task} no score for single examples ({', '.join(METRICS)}); leave it out")
+    return {"metric": metric, "scores": [float(sample[metric]) for sample in ordered]}

@@ -1,0 +1,53 @@
+"""Estimates of a state against the parent, with intervals, from the sums per window of `Measurement.as_dict`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from gate._bootstrap import Interval, Sampling, interval
+
+
+def kl(measured: dict[str, Any], sampling: Sampling) -> Interval | None:
+    """Mean KL to the parent in nats per token; None when it is not finite."""
+    return _mean(measured, measured["windows"]["kl"], sampling)
+
+
+def top1(measured: dict[str, Any], sampling: Sampling) -> Interval | None:
+    """Share of positions whose most likely token is the parent's."""
+    return _mean(measured, measured["windows"]["top1"], sampling)
+
+
+def perplexity_increase(measured: dict[str, Any], parent: dict[str, Any], sampling: Sampling) -> Interval | None:
+    """Perplexity over the parent's, less 1: exp of the mean difference of negative log-likelihoods on each window.
+
+    None when it is not finite. Raises ValueError when the two were measured on different numbers of windows.
+    """
+    ours, theirs = measured["windows"]["nll"], parent["windows"]["nll"]
+    if len(ours) != len(theirs):
+        raise ValueError(f"{len(ours)} windows against the parent's {len(theirs)}: they cannot be paired")
+    if None in ours or None in theirs:
+        return None
+    found = _mean(measured, [a - b for a, b in zip(ours, theirs, strict=True)], sampling)
+    return found.map(lambda x: math.expm1(min(x, 700.0))) if found else None
+
+
+def gain(task: dict[str, Any], parent: dict[str, Any], sampling: Sampling) -> Interval:
+    """Mean score on a task less the parent's, paired by example. Raises ValueError for different numbers of them."""
+    pairs = zip(task["scores"], parent["scores"], strict=True)
+    return interval([ours - theirs for ours, theirs in pairs], sampling)
+
+
+def negated(found: Interval) -> Interval:
+    """The estimate and its interval with the other sign."""
+    low, high = (None if end is None else -end for end in (found.high, found.low))
+    return Interval(-found.value, low, high, found.examples)
+
+
+def _mean(measured: dict[str, Any], sums: list[float | None], sampling: Sampling) -> Interval | None:
+    """Of sums over windows of equal length, the mean per token."""
+    values = [value for value in sums if value is not None]
+    if len(values) < len(sums):
+        return None
+    tokens = measured["num_tokens"] / len(sums)
+    return interval([value / tokens for value in values], sampling)

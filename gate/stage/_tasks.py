@@ -1,0 +1,64 @@
+"""Tasks of every state, remembered by content."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gate import _examples, _lm_eval
+from gate.stage._content import digest, remembered, write_json
+from qat.model import Model
+
+Progress = Callable[[str, int], Any]  # (state, requests done just now)
+
+
+def measure(
+    models: Mapping[str, Callable[[bool], Model]],
+    content: Mapping[str, str],
+    offline: Mapping[str, Sequence[_examples.Example]],
+    lm_eval: Sequence[str],
+    limit: int | None,
+    tokenizer: Any,
+    cache: Path,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    progress: Progress = lambda name, done: None,
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """State -> task -> {metric, score, scores}, a score for every example.
+
+    models: by state, makes its model (resident when told so). content: fingerprints of the states. offline: examples by
+    task. Equal content is measured once.
+    """
+    out = dict[str, dict[str, dict[str, Any]]]()
+    where = (str(dtype), torch.device(device).type)
+    for name, make in models.items():
+        found = dict[str, dict[str, Any]]()
+        for task, examples in offline.items():
+            asked = [(example.requests, example.answer) for example in examples]
+            key = digest("offline", _examples.VERSION, content[name], _plain(asked), *where)
+            known = remembered(cache, "task", key)
+            if known is None:
+                scores = _examples.score(make(False), examples, partial(progress, name))
+                known = {"metric": examples[0].metric, "scores": scores}
+                write_json(cache / f"task-{key}.json", known)
+            found[task] = known
+        if lm_eval:
+            key = digest("lm-eval", _lm_eval.version(), content[name], sorted(lm_eval), limit, *where)
+            known = remembered(cache, "task", key)
+            if known is None:
+                known = _lm_eval.score(make(True), tokenizer, lm_eval, limit)
+                write_json(cache / f"task-{key}.json", known)
+            found |= known
+        out[name] = {
+            task: {**one, "score": math.fsum(one["scores"]) / len(one["scores"])} for task, one in found.items()
+        }
+    return out
+
+
+def _plain(asked: Sequence[Any]) -> list[Any]:
+    return [[[[*r.ids], r.count, r.letters] for r in requests] + [answer] for requests, answer in asked]

@@ -1,0 +1,197 @@
+"""`tare compare`: runs and checkpoints, whoever made them, on the same text against one parent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gate.report
+import gate.stage
+from gate._bootstrap import Sampling
+from gate.stage import table
+from qat import arguments, manifest, report, results
+from qat.job import device, dtype
+from qat.parent import Parent, open_parent
+from qat.sections import Compute
+from qat.tokens import Corpus, windows
+
+REPORT, SUMMARY, MEASURED, PARENTS = "compare", "summary.json", ".measured", ".parents"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the command line says; None is taken from the first run. parent: as model.source."""
+
+    parent: str | None = None
+    text: str | None = None
+    sequences: int | None = None
+    length: int | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The folder of a run, with what its manifests say. made: of its stages, by key."""
+
+    folder: Path
+    summary: dict[str, Any]
+    made: dict[str, dict[str, Any]]
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        return next(iter(self.made.values()))["recipe"]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        return next(iter(self.made.values()))["inputs"]
+
+
+def main(sources: list[str], choices: Choices, out: Path) -> Path:
+    """Measure, print the table, write compare.html, .json and .csv into `out`; gives the page.
+
+    Raises ValueError for a source that is neither a run nor a checkpoint, and for what cannot be compared.
+    """
+    runs, folders = _sources(sources)
+    parent = _parent(runs, choices, out)
+    corpus = _text(runs, choices, parent)
+    on = device(Compute(device=choices.device))
+    precision = dtype(Compute(dtype=choices.dtype), on)
+    states = [gate.stage.plain_state(name, folder) for name, folder in folders.items()]
+    own = gate.stage.plain_state("parent", parent.folder)
+    cache = (next(iter(runs.values())).folder.parent if runs else out) / MEASURED
+    with report.Steps("compare", total=(1 + len(states)) * len(corpus.windows), unit="window") as steps:
+        done: dict[str, int] = {}
+
+        def progress(name: str, windows_done: int, _: int) -> None:
+            steps.advance(name, by=windows_done - done.get(name, 0))
+            done[name] = windows_done
+
+        found = gate.stage.measure_all(own, states, corpus.windows, cache, on, precision, progress)
+    said = _data(runs, parent, corpus, found)
+    report.say(table.text(said["table"]))
+    for pair in said["pairs"]:
+        between = "" if pair["low"] is None else f" (between {pair['low']:+.5f} and {pair['high']:+.5f})"
+        unsure = pair["low"] is not None and pair["low"] <= 0
+        report.say(
+            f"{pair['state']}: KL {pair['value']:+.5f} against {pair['best']}{between}"
+            + ("; too few windows to tell them apart" if unsure else "")
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{REPORT}.csv").write_text(gate.report.csv_text(said["table"]), encoding="utf-8")
+    page = gate.report.write(out, REPORT, said)
+    report.say(f"report: {page}")
+    return page
+
+
+def _sources(sources: list[str]) -> tuple[dict[str, Ran], dict[str, Path]]:
+    """The runs by name, and every checkpoint to measure by name."""
+    runs, folders = dict[str, Ran](), dict[str, Path]()
+    paths = {source: Path(source).expanduser() for source in sources}
+    for source, path in paths.items():
+        if (path / SUMMARY).is_file():
+            ran = _ran(path)
+            name = _unused(path.resolve().name, runs)
+            runs[name] = ran
+            exports = {key: (path / one["path"]).resolve() for key, one in ran.summary["exports"].items()}
+            if not exports:
+                raise ValueError(f"{path} has no exports (status {ran.summary['status']}); finish that run first")
+            several = len(sources) > 1
+            folders |= {(f"{name}/{key}" if several else key): folder for key, folder in exports.items()}
+        elif (path / "config.json").is_file():
+            folders[_unused(path.resolve().name, folders)] = path
+        else:
+            raise ValueError(f"{source} is neither the folder of a run ({SUMMARY}) nor a checkpoint (config.json)")
+    return runs, folders
+
+
+def _unused(name: str, taken: Any) -> str:
+    names = (name, *(f"{name}-{n}" for n in range(2, len(taken) + 3)), "")
+    return next(one for one in names if one not in taken and one != "parent")
+
+
+def _ran(path: Path) -> Ran:
+    summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+    made = {stage["key"]: manifest.read(path / stage["path"]) for stage in summary["stages"]}
+    whole = {key: found for key, found in made.items() if found is not None}
+    if not whole:
+        raise ValueError(f"{path} has no finished stage (status {summary['status']}); finish that run first")
+    return Ran(path, summary, whole)
+
+
+def _parent(runs: dict[str, Ran], choices: Choices, out: Path) -> Parent:
+    if choices.parent is not None:
+        cache = out / PARENTS
+        cache.mkdir(parents=True, exist_ok=True)
+        return open_parent(choices.parent, None, False, cache)
+    if not runs:
+        raise ValueError("checkpoints alone do not say what they are compared with: give --parent")
+    (first, ran), *others = runs.items()
+    for name, other in others:
+        if other.inputs["parent"] != ran.inputs["parent"]:
+            raise ValueError(f"the runs {first} and {name} have different parents; choose one with --parent")
+    model = ran.recipe["model"]
+    source = arguments.locate(model["source"], ran.folder) or model["source"]
+    return open_parent(source, model["revision"], model["trust_remote_code"], ran.folder.parent / PARENTS)
+
+
+def _text(runs: dict[str, Ran], choices: Choices, parent: Parent) -> Corpus:
+    known = [ran.recipe["data"]["evaluation"] for ran in runs.values() if ran.recipe["data"]["evaluation"]]
+    text: dict[str, Any] = dict(known[0]) if known else {"length": 1024, "sequences": None}
+    if choices.text is not None:
+        text |= {"source": choices.text, "split": None, "column": "text", "seed": None}
+    if "source" not in text:
+        raise ValueError("no text to compare on: give --text, or a run that has evaluation text")
+    if choices.sequences or choices.length:
+        text |= {"sequences": choices.sequences or text["sequences"], "length": choices.length or text["length"]}
+    longest = getattr(parent.config, "max_position_embeddings", None)
+    if longest and text["length"] > longest:
+        raise ValueError(f"windows of {text['length']} tokens are longer than the model reads: --length {longest}")
+    text["source"] = arguments.locate(text["source"], Path()) or text["source"]
+    keys = ("source", "length", "sequences", "seed", "split", "column")
+    return windows(parent.tokenizer, *(text[key] for key in keys))
+
+
+def _data(runs: dict[str, Ran], parent: Parent, corpus: Corpus, found: dict[str, Any]) -> dict[str, Any]:
+    """What the report shows; see `gate.report`."""
+    sampling, exports = Sampling(), list(found["states"])[1:]
+    pairs = gate.report.pairs(found["states"], sampling)
+    said, states = gate.report.empty("Comparison"), dict(found["states"])
+    for name, ran in runs.items():
+        prefix = f"{name}/" if len(runs) > 1 or len(exports) > len(ran.summary["exports"]) else ""
+        states = _with_stages(states, ran, prefix, found["evaluation"], said["notes"])
+        for stage in ran.summary["stages"]:
+            label = f"{prefix}{stage['variant'] or ''}".strip("/")
+            layers = ran.folder / stage["path"] / "layers.csv"
+            if stage["name"] == "calibrate" and layers.is_file() and (shown := gate.report.layers(layers)):
+                said["layers"][label] = shown
+            if stage["name"] == "train" and stage["metrics"].get("loss"):
+                said["training"][label] = stage["metrics"]["loss"]
+    said["facts"] = results.facts(parent, found["evaluation"], corpus.source)
+    said |= {"evaluation": found["evaluation"], "pairs": pairs, "table": table.rows(states, {}, sampling)}
+    statistics = {"confidence": sampling.confidence, "resamples": sampling.resamples, "seed": sampling.seed}
+    return said | {"statistics": statistics} | gate.report.measured(states, exports, results.decoder(parent.tokenizer))
+
+
+def _with_stages(
+    states: dict[str, Any], ran: Ran, prefix: str, evaluation: dict[str, Any], notes: list[str]
+) -> dict[str, Any]:
+    """`states` and, before its exports, what the run measured between stages, if that was on the same text."""
+    verdict = ran.summary["verdict"] and json.loads((ran.folder / ran.summary["verdict"]).read_text(encoding="utf-8"))
+    if not verdict:
+        return states
+    if verdict["evaluation"] != evaluation or verdict["states"]["parent"]["nll"] != states["parent"]["nll"]:
+        notes.append(f"{ran.folder.name} was measured on other text or in other precision: its stages are not shown")
+        return states
+    between = {
+        f"{prefix}{name}": {**state, "baseline": state["baseline"] and prefix + state["baseline"]}
+        for name, state in verdict["states"].items()
+        if name != "parent" and name not in verdict["exports"]
+    }
+    for name in ran.summary["exports"]:
+        of = verdict["states"].get(name)
+        if of and prefix + name in states:
+            states[prefix + name] |= {"baseline": of["baseline"] and prefix + of["baseline"]}
+    return {"parent": states["parent"], **between, **{k: v for k, v in states.items() if k != "parent"}}

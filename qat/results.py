@@ -1,0 +1,72 @@
+"""What a run leaves for people and for pipelines beside verdict.json: report.html, junit.xml, summary.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import gate.report
+import gate.report.pipelines
+from qat import __version__
+from qat.job import Job
+
+KEPT = ("name", "variant", "key", "reused", "seconds", "peak_rss_gb", "peak_gpu_gb")
+
+
+def write(job: Job, verdict: dict[str, Any] | None, status: str) -> Path:
+    """Write them into the run's folder on rank 0; gives the path of the report."""
+    folder = job.run.folder
+    if job.run.rank == 0:
+        if verdict is not None:
+            gate.report.pipelines.write(folder, job.recipe.name, verdict)
+        return gate.report.write(folder, "report", data(job, verdict, status))
+    return folder / "report.html"
+
+
+def data(job: Job, verdict: dict[str, Any] | None, status: str) -> dict[str, Any]:
+    """What the report of a run shows; see `gate.report`."""
+    said = gate.report.empty(job.recipe.name) | {"status": status, "facts": facts(job.parent, None)}
+    if verdict is not None:
+        kept = ("evaluation", "table", "exports", "statistics")
+        said |= {key: verdict[key] for key in kept}
+        said |= gate.report.measured(verdict["states"], verdict["exports"], decoder(job.parent.tokenizer))
+        said["facts"] = facts(job.parent, verdict["evaluation"], job.evaluation.source)
+    for index, step in enumerate(job.steps):
+        stage, variant = job.made.get(index), step.variant or ""
+        if stage is None:
+            continue
+        table = stage.path / "layers.csv"
+        if step.name == "calibrate" and table.is_file() and (found := gate.report.layers(table)):
+            said["layers"][variant] = found
+        if step.name == "train" and stage.metrics.get("loss"):
+            said["training"][variant] = stage.metrics["loss"]
+    lines = job.run.summary()["stages"]
+    said["stages"] = [{key: line[key] for key in KEPT} for line in lines]
+    said["recipe"] = yaml.safe_dump(job.recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return said
+
+
+def facts(parent: Any, evaluation: dict[str, Any] | None, source: str = "") -> list[list[str]]:
+    """Lines for the head of a report."""
+    name = parent.name + (f" (revision {parent.revision})" if parent.revision else "")
+    found = [["parent", name]]
+    if evaluation:
+        count, length = evaluation["num_windows"], evaluation["length"]
+        text = f"{count} windows of {length} tokens of {Path(source).name}, {evaluation['num_tokens']:,} predicted"
+        found += [["text", text], ["computed", f"{evaluation['dtype']} on {evaluation['device']}"]]
+    return [*found, ["made by", f"Tare {__version__}"]]
+
+
+def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Token ids to text; a token that is no whole letter by itself shows its name in the vocabulary."""
+
+    def decode(ids: list[int]) -> str:
+        text = tokenizer.decode(ids)
+        if len(ids) == 1 and "\ufffd" in text:
+            return str(tokenizer.convert_ids_to_tokens(ids)[0])
+        return str(text)
+
+    return decode

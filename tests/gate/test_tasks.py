@@ -1,0 +1,189 @@
+"""Offline tasks against Hugging Face's whole-model forward on one unpadded sequence at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
+
+from gate import _examples, stage, tasks
+from gate._bootstrap import Sampling
+from qat.checkpoint import SafetensorsFolder
+from qat.micro import make_micro
+from qat.model import Model
+
+WORDS = ["the", "model", "reads", "a", "line", "of", "text", "and", "says", "what", "it", "thinks", "comes", "next"]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_micro(tmp_path_factory.mktemp("micro") / "model")
+
+
+def choices(count: int) -> list[dict[str, Any]]:
+    rows = []
+    for n in range(count):
+        context = " ".join(WORDS[: 1 + n % 9])
+        options = [f" {WORDS[(n + k) % len(WORDS)]}" * (1 + k % 3) for k in range(2 + n % 3)]
+        rows.append({"context": context + " " * (n % 2), "choices": options, "answer": n % len(options)})
+    return rows
+
+
+def slow_logp(model: Any, tokenizer: Any, context: str, text: str) -> tuple[float, bool]:
+    before = tokenizer(context, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(context + text, add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        logp = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    total, greedy = 0.0, True
+    for place in range(len(before), len(ids)):
+        total += logp[place - 1, ids[place]].item()
+        greedy &= int(logp[place - 1].argmax()) == ids[place]
+    return total, greedy
+
+
+@pytest.mark.parametrize("wave_bytes", [_examples.WAVE_BYTES, 5_000])
+def test_choices_are_scored_as_by_a_loop_over_the_whole_model(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wave_bytes: int
+) -> None:
+    monkeypatch.setattr(_examples, "WAVE_BYTES", wave_bytes)
+    rows = choices(30)
+    tokenizer = AutoTokenizer.from_pretrained(micro)
+    model = LlamaForCausalLM.from_pretrained(micro).float().eval()
+    expected = []
+    for row in rows:
+        head = row["context"].rstrip(" ")  # as lm-eval: spaces at its end are scored with the choice
+        tail = row["context"][len(head) :]
+        rates = [slow_logp(model, tokenizer, head, tail + text)[0] / len(text) for text in row["choices"]]
+        expected.append(float(rates.index(max(rates)) == row["answer"]))
+    assert 0 < sum(expected) < 30
+    examples = _examples.read(write(tmp_path / "a.jsonl", rows), tokenizer, None, 256)
+    done: list[int] = []
+    found = _examples.score(Model(AutoConfig.from_pretrained(micro), SafetensorsFolder(micro)), examples, done.append)
+    assert found == expected
+    assert sum(done) == sum(len(row["choices"]) for row in rows) and (len(done) > 1) == (wave_bytes == 5_000)
+
+
+def test_a_continuation_is_right_when_greedy_decoding_gives_it(micro: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(micro)
+    model = LlamaForCausalLM.from_pretrained(micro).float().eval()
+    rows = []
+    for n in range(12):
+        context = " ".join(WORDS[: n + 1])
+        ids = tokenizer(context, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        greedy = model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+        text = tokenizer.decode(greedy)
+        if text.strip() and tokenizer(text, add_special_tokens=False)["input_ids"] == greedy.tolist():
+            rows += [{"context": context, "continuation": text}, {"context": context, "continuation": text[0] + "€"}]
+    assert len(rows) >= 6
+    examples = _examples.read(write(tmp_path / "a.jsonl", rows), tokenizer, None, 256)
+    found = _examples.score(Model(AutoConfig.from_pretrained(micro), SafetensorsFolder(micro)), examples)
+    assert found == [1.0, 0.0] * (len(rows) // 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"context": "a"}, "has the keys"),
+        ({"context": "a", "choices": [" b", " c"], "answer": 2}, "from 0, got 2 of 2"),
+        ({"context": "a", "choices": [" b"], "answer": 0}, "two or more"),
+        ({"context": "a", "choices": [" b", " "], "answer": 0}, "at least one letter"),
+        ({"context": "a" * 300, "continuation": " b"}, r"302 tokens are more than the model reads \(256\)"),
+        ({"context": "x", "continuation": "y"}, "mixes choices and continuations"),
+    ],
+)
+def test_a_bad_example_is_named_with_its_line(micro: Path, tmp_path: Path, row: dict[str, Any], why: str) -> None:
+    path = write(tmp_path / "a.jsonl", [*choices(1), row])
+    with pytest.raises(ValueError, match=why) as error:
+        _examples.read(path, AutoTokenizer.from_pretrained(micro), None, 256)
+    assert "mixes" in why or "a.jsonl line 2: " in str(error.value)
+
+
+def test_tasks_are_remembered_by_content(micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(micro)
+    windows = torch.randint(1, 200, (2, 16), generator=torch.Generator().manual_seed(0))
+    path = write(tmp_path / "a.jsonl", choices(9))
+    options = tasks.Options(offline={"words": str(path)}, limit=8)
+    states = [stage.plain_state("parent", micro), stage.plain_state("copy", micro)]
+    calls: list[int] = []
+    score = _examples.score
+    monkeypatch.setattr(_examples, "score", lambda *args: calls.append(1) or score(*args))
+
+    def measure() -> dict[str, Any]:
+        found = stage.measure_all(states[0], states[1:], windows, tmp_path / "cache")
+        stage.measure_tasks(found, states, tokenizer, options, tmp_path / "cache")
+        return {name: state["tasks"]["words"] for name, state in found["states"].items()}
+
+    first = measure()
+    assert len(calls) == 1 and measure() == first and len(calls) == 1
+    assert first["copy"] == first["parent"]
+    assert len(first["copy"]["scores"]) == 8 and first["copy"]["metric"] == "acc_norm"
+    assert first["copy"]["score"] == sum(first["copy"]["scores"]) / 8
+    write(path, [{**row, "answer": 1} for row in choices(9)])
+    assert measure() != first and len(calls) == 2
+
+
+def test_drops_are_judged_by_example() -> None:
+    def state(right: int) -> dict[str, Any]:
+        scores = [1.0] * right + [0.0] * (400 - right)
+        return {"tasks": {"t": {"metric": "acc", "score": right / 400, "scores": scores}}}
+
+    def outcome(ours: int, max_drop: float) -> str:
+        options = tasks.Options(max_drop=max_drop)
+        (check,) = tasks.judge(state(ours), state(300), options, Sampling(resamples=2000))
+        assert check.name == "tasks.t.max_drop" and check.value == pytest.approx((300 - ours) / 400)
+        return check.outcome
+
+    assert outcome(300, 0.0) == "passed"
+    assert [outcome(280, bound) for bound in (0.01, 0.05, 0.10)] == ["failed", "undecided", "passed"]
+    assert outcome(310, 0.0) == "passed"
+    assert tasks.judge(state(1), state(300), tasks.Options(), Sampling()) == []
+
+
+def test_lm_eval_that_is_not_installed_is_said(micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage._tasks._lm_eval.importlib.util, "find_spec", lambda name: None)
+    state = stage.plain_state("parent", micro)
+    measured = {"states": {"parent": {"fingerprint": "x"}}}
+    with pytest.raises(ValueError, match=r"pip install 'tare-llm\[eval\]'"):
+        stage.measure_tasks(measured, [state], None, tasks.Options(lm_eval=["arc_easy"]), Path("unused"))
+
+
+LM_EVAL_TASK = """
+task: words
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{context}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+target_delimiter: ""
+metric_list:
+  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+"""
+
+
+def test_lm_eval_scores_the_same_file_alike(micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm_eval = pytest.importorskip("lm_eval")
+    tasks_of = pytest.importorskip("lm_eval.tasks")
+    from gate import _lm_eval
+
+    rows = [{**row, "context": row["context"].strip()} for row in choices(24)]
+    path = write(tmp_path / "words.jsonl", rows)
+    (tmp_path / "words.yaml").write_text(LM_EVAL_TASK.format(path=path))
+    manager = tasks_of.TaskManager(include_path=str(tmp_path), include_defaults=False)
+    evaluate = lm_eval.simple_evaluate
+    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda *a, **more: evaluate(*a, **more, task_manager=manager))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    config, tokenizer = AutoConfig.from_pretrained(micro), AutoTokenizer.from_pretrained(micro)
+    ours = _examples.score(Model(config, SafetensorsFolder(micro)), _examples.read(path, tokenizer, None, 256))
+    resident = Model(config, SafetensorsFolder(micro), resident=True)
+    assert _lm_eval.score(resident, tokenizer, ["words"], None) == {"words": {"metric": "acc_norm", "scores": ours}}

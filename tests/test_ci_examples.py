@@ -1,0 +1,87 @@
+"""The examples for CI services, their steps executed here one by one on the micro recipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from qat.plugins import ROOT
+
+EXAMPLES = ROOT / "recipes" / "ci"
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """With a `tare` that is this checkout's."""
+    (tmp_path / "bin").mkdir()
+    shim = tmp_path / "bin" / "tare"
+    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -c "from qat.cli import app; app()" "$@"\n')
+    shim.chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    own = {"OUTPUT": str(tmp_path / "runs"), "GITHUB_STEP_SUMMARY": str(tmp_path / "summary"), "PATH": path}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **own}
+
+
+def execute(step: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", step], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
+def given(values: dict[str, Any], environment: dict[str, str]) -> dict[str, str]:
+    """The variables of an example, but for those that the test sets."""
+    return {**{key: str(value) for key, value in values.items()}, **environment}
+
+
+@pytest.mark.slow
+def test_the_steps_of_the_github_example(tmp_path: Path, environment: dict[str, str]) -> None:
+    workflow = yaml.safe_load((EXAMPLES / "github.yml").read_text())
+    environment = given(workflow["env"], environment)
+    steps = {step["name"]: step for step in workflow["jobs"]["release"]["steps"] if "run" in step}
+    assert list(steps) == ["install", "plan", "run", "verify", "summary"]
+    for name in ("plan", "run", "verify", "summary"):
+        done = execute(steps[name]["run"], environment)
+        assert done.returncode == 0, (name, done.stdout, done.stderr)
+    summary = Path(environment["GITHUB_STEP_SUMMARY"])
+    assert summary.read_text().startswith("## ✅ micro: released\n")
+    kept = [
+        line for step in workflow["jobs"]["release"]["steps"] for line in step.get("with", {}).get("path", "").split()
+    ]
+    patterns = {line for line in kept if "*" in line}
+    assert len(patterns) == 5
+    assert all(list(tmp_path.glob(pattern)) for pattern in patterns), patterns
+
+    summary.unlink()
+    environment["OVERRIDES"] = "gate.divergence.max_kl=0.000001"
+    assert execute(steps["run"]["run"], environment).returncode == 3
+    assert steps["summary"]["if"] == "always()" and "if" not in steps["verify"]
+    assert execute(steps["summary"]["run"], environment).returncode == 0
+    assert summary.read_text().startswith("## ❌ micro: refused\n") and "KL to the parent" in summary.read_text()
+    (suite,) = ElementTree.parse(tmp_path / "runs/micro/junit.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("1", "1", "0")
+
+
+@pytest.mark.slow
+def test_the_steps_of_the_gitlab_example(tmp_path: Path, environment: dict[str, str]) -> None:
+    job = yaml.safe_load((EXAMPLES / "gitlab.yml").read_text())["release"]
+    environment = given(job["variables"], environment)
+    assert job["before_script"] == ["pip install -e ."]
+    for step in job["script"]:
+        done = execute(step, environment)
+        assert done.returncode == 0, (step, done.stdout, done.stderr)
+    kept = [*job["artifacts"]["paths"], job["artifacts"]["reports"]["junit"]]
+    assert all(list(tmp_path.glob(pattern)) for pattern in kept), kept
+    released = json.loads((tmp_path / "runs/micro/summary.json").read_text())["last_released"]
+    environment["OVERRIDES"] = "gate.perplexity.max_relative_increase=0.02"  # four windows do not decide that
+    assert execute(job["script"][1], environment).returncode in job["allow_failure"]["exit_codes"]
+    next((tmp_path / "runs/micro" / released).rglob("config.json")).write_text("{}")
+    broken = execute(f"tare verify {tmp_path / 'runs/micro' / released}", environment)
+    assert broken.returncode == 1 and "config.json has 2 bytes" in broken.stderr

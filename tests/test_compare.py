@@ -1,0 +1,224 @@
+"""`tare compare` and `tare verify` on a run of the micro recipe, and what a run leaves for people and pipelines."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from gate import _measure
+from qat import report
+from qat.cli import app
+from qat.plugins import ROOT
+from qat.train import main
+
+TEXT = ROOT / "recipes/demo/text/evaluation.txt"
+BOUNDS = {"a": {}, "b": {"gate": {"divergence": {"max_kl": 1e-6}}}}
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for name in ("TARE_LOG", "TARE_PROGRESS"):  # the command sets them; this brings them back
+        monkeypatch.setenv(name, "")
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two variants of one model, of which the second misses its own bound. Not to be changed."""
+    folder = tmp_path_factory.mktemp("output")
+    recipe = yaml.safe_load((ROOT / "recipes/micro.yaml").read_text())
+    recipe["gate"]["divergence"] = {"max_kl": 1.0}
+    recipe["gate"]["tasks"] = {"offline": {"words": "words.jsonl"}}
+    rows = [{"context": f"{n} and", "choices": [" one", " two"], "answer": n % 2} for n in range(6)]
+    (folder / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    variants = {name: {"train": None, **overlay} for name, overlay in BOUNDS.items()}
+    (folder / "two.yaml").write_text(yaml.safe_dump({**recipe, "variants": variants}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        assert main([f"recipe={folder / 'two.yaml'}", f"output={folder}"]) == 3
+    return folder
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def summary(output: Path) -> dict[str, Any]:
+    return json.loads((output / "two/summary.json").read_text())
+
+
+def test_each_export_is_judged_and_released_by_itself(output: Path) -> None:
+    said = summary(output)
+    assert said["status"] == "refused" and said["report"] == "report.html"
+    released = {name: export["released"] for name, export in said["exports"].items()}
+    assert released == {"a/compressed_tensors": True, "b/compressed_tensors": False}
+    folder = output / "two" / said["last_released"]
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["a"]
+    assert said["exports"]["a/compressed_tensors"]["path"].startswith(said["last_released"])
+    assert (output / "two" / said["exports"]["b/compressed_tensors"]["path"]).is_dir()
+    for name in ("report.html", "report.json", "verdict.json", "junit.xml", "summary.md"):
+        assert (output / "two" / name).stat().st_size > 100
+
+
+def test_the_card_of_a_release_is_one_that_the_hub_reads(output: Path) -> None:
+    said = summary(output)
+    folder = output / "two" / said["exports"]["a/compressed_tensors"]["path"]
+    card = ModelCard.load(folder / "README.md").data
+    verdict = json.loads((output / "two/verdict.json").read_text())
+    state = verdict["states"]["a/compressed_tensors"]
+    assert card.base_model == "tare-micro" and card.tags == ["int4-g32", "compressed_tensors", "tare"]
+    assert card.eval_results is not None
+    values = {(result.dataset_type, result.metric_type): result.metric_value for result in card.eval_results}
+    assert values == {
+        ("evaluation.txt", "perplexity"): state["perplexity"],
+        ("evaluation.txt", "kl_divergence"): state["kl"],
+        ("evaluation.txt", "top1_agreement"): state["top1"],
+        ("words", "acc_norm"): state["tasks"]["words"]["score"],
+    }
+
+
+def test_what_a_file_of_examples_says_decides_the_gate_stage_not_where_it_lies(output: Path, tmp_path: Path) -> None:
+    def gate_keys(recipe: Path) -> tuple[int, list[str]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_measure, "measure_many", None)  # known by content
+            code = main([f"recipe={recipe}", f"output={tmp_path}"])
+        stages = json.loads((tmp_path / "two/summary.json").read_text())["stages"]
+        return code, [stage["key"] for stage in stages if stage["name"] == "gate"]
+
+    shutil.copytree(output, tmp_path, dirs_exist_ok=True)
+    before = [stage["key"] for stage in summary(output)["stages"] if stage["name"] == "gate"]
+    assert gate_keys(tmp_path / "two.yaml") == (3, before)
+    lines = (tmp_path / "words.jsonl").read_text().splitlines()
+    (tmp_path / "words.jsonl").write_text("\n".join(lines[:5]) + "\n")
+    code, after = gate_keys(tmp_path / "two.yaml")
+    assert code == 3 and after != before
+
+
+def test_runs_and_foreign_checkpoints_are_compared_on_the_same_text(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that transformers saved, with one block's linears 5% too large, and its own perplexity and KL."""
+    parent = output / ".parents/micro"
+    model = LlamaForCausalLM.from_pretrained(parent).float()
+    tokenizer = AutoTokenizer.from_pretrained(parent)
+    ids = tokenizer(TEXT.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"][: 4 * 32]
+    windows = torch.tensor(ids).view(4, 32)
+    with torch.no_grad():
+        p = model(windows).logits.double().log_softmax(-1)[:, :-1]
+        for linear in model.model.layers[1].mlp.children():
+            if hasattr(linear, "weight"):
+                linear.weight.mul_(1.05)
+        q = model(windows).logits.double().log_softmax(-1)[:, :-1]
+    model.save_pretrained(tmp_path / "foreign")
+    out = tmp_path / "out"
+    done = run("compare", output / "two", tmp_path / "foreign", "--out", out, "--no-progress")
+    assert done.exit_code == 0, done.output
+    found = json.loads((out / "compare.json").read_text())
+    rows = {row["state"]: row for row in found["table"]}
+    assert list(rows) == [
+        "parent", "two/a/rtn", "two/a/calibrate", "two/b/rtn", "two/b/calibrate", "two/a/compressed_tensors",
+        "two/b/compressed_tensors", "foreign",
+    ]  # fmt: skip
+    assert rows["foreign"]["kl"] == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-3)
+    nll = -q.gather(2, windows[:, 1:, None]).mean()
+    assert rows["foreign"]["perplexity"] == pytest.approx(nll.exp().item(), rel=1e-4)
+    verdict = json.loads((output / "two/verdict.json").read_text())
+    for name in ("a/compressed_tensors", "a/rtn"):
+        assert rows[f"two/{name}"]["kl"] == verdict["states"][name]["kl"]
+    assert rows["two/a/compressed_tensors"]["kl_recovered"] is not None
+    assert set(found["layers"]) == {"two/a"}  # b has the same calibration, which was done once
+    assert (out / "compare.html").stat().st_size > 10_000
+    with (out / "compare.csv").open() as f:
+        assert [row["state"] for row in csv.DictReader(f)] == list(rows)
+    assert {pair["state"] for pair in found["pairs"]} | {found["pairs"][0]["best"]} == {
+        "two/a/compressed_tensors", "two/b/compressed_tensors", "foreign",
+    }  # fmt: skip
+    monkeypatch.setattr(_measure, "measure_many", None)  # the second time nothing is measured
+    assert run("compare", output / "two", tmp_path / "foreign", "--out", out, "--quiet").exit_code == 0
+    assert json.loads((out / "compare.json").read_text()) == found
+
+
+def test_checkpoints_alone_need_a_parent_and_a_text(output: Path, tmp_path: Path) -> None:
+    parent = output / ".parents/micro"
+    shutil.copytree(parent, tmp_path / "copy")
+    out = ("--out", tmp_path / "out")
+    assert "give --parent" in run("compare", tmp_path / "copy", *out).output
+    assert "give --text" in run("compare", tmp_path / "copy", "--parent", parent, *out).output
+    assert "neither the folder of a run" in run("compare", tmp_path, "--parent", parent, *out).output
+    done = run("compare", tmp_path / "copy", "--parent", parent, "--text", TEXT, "--sequences", 3, "--length", 20, *out)
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "out/compare.json").read_text())
+    assert found["evaluation"]["num_windows"] == 3 and found["evaluation"]["length"] == 20
+    copy = found["table"][1]
+    assert (copy["kl"], copy["increase"], copy["kl_low"], copy["increase_high"], copy["top1"]) == (0, 0, 0, 0, 1)
+    too_long = run("compare", tmp_path / "copy", "--parent", parent, "--text", TEXT, "--length", 999, *out)
+    assert too_long.exit_code == 1 and "--length 256" in too_long.output
+
+
+def test_verify_finds_every_kind_of_difference(output: Path, tmp_path: Path) -> None:
+    said = summary(output)
+    source = output / "two" / said["exports"]["a/compressed_tensors"]["path"]
+    shutil.copytree(source, tmp_path / "elsewhere")
+    good = run("verify", tmp_path / "elsewhere", output / "two")
+    assert good.exit_code == 0 and "files are as in tare.json (sha256 " in good.output
+    tensors = load_file(tmp_path / "elsewhere/model.safetensors")
+    name = next(name for name in tensors if name.endswith("weight_scale"))
+    tensors[name].view(-1)[0] *= 1.05
+    (tmp_path / "elsewhere/model.safetensors").unlink()  # it may be a hard link
+    save_file(tensors, tmp_path / "elsewhere/model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "elsewhere/config.json").unlink()
+    (tmp_path / "elsewhere/extra.safetensors").write_bytes(b"x")
+    (tmp_path / "elsewhere/.gitattributes").write_text("")
+    manifest = json.loads((tmp_path / "elsewhere/tare.json").read_text())
+    manifest["files"]["../outside"] = {"sha256": "0", "size": 0}
+    (tmp_path / "elsewhere/tare.json").write_text(json.dumps(manifest))
+    bad = run("verify", tmp_path / "elsewhere")
+    assert bad.exit_code == 1
+    for why in (
+        "model.safetensors has sha256", "config.json is missing", "extra.safetensors is not in tare.json",
+        "../outside leads out of the folder",
+    ):  # fmt: skip
+        assert why in bad.output
+    assert ".gitattributes" not in bad.output
+    nothing = run("verify", tmp_path)
+    assert nothing.exit_code == 1 and "nothing says what its files should be" in nothing.output
+
+
+def test_a_json_log_is_one_object_a_line_and_a_quiet_one_is_empty(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TARE_LOG", "json")
+    report.say("released [x]")
+    report.heading("gate-1")
+    report.table("t", ["format", "kl"], [["awq", 0.5], ["x", None]])
+    report.complain("wrong")
+    with report.Steps("train", total=9) as steps:
+        steps.start = steps.said = report.monotonic() - 100
+        steps.advance("kl 0.1", by=3)
+    out, err = capsys.readouterr()
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["event"] for line in lines] == ["say", "stage", "table", "progress"]
+    assert lines[0]["text"] == "released [x]" and lines[2]["rows"] == [["awq", 0.5], ["x", None]]
+    assert (lines[3]["done"], lines[3]["total"], lines[3]["eta_seconds"]) == (3, 9, 200)
+    assert json.loads(err) | {"time": ""} == {"event": "error", "time": "", "text": "wrong"}
+    monkeypatch.setenv("TARE_LOG", "quiet")
+    report.say("x")
+    report.heading("x")
+    report.table("t", ["a"], [[1]])
+    report.complain("still said")
+    assert capsys.readouterr() == ("", "still said\n")
+    monkeypatch.setenv("TARE_LOG", "loud")
+    with pytest.raises(ValueError, match="may be text, json or quiet"):
+        report.say("x")
+    assert run("verify", "--quiet", "--json", ".").exit_code == 2
