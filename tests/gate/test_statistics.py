@@ -202,3 +202,14 @@ def test_the_worst_export_names_the_verdict_and_each_has_its_own_bounds(tmp_path
     )
     assert {name: e["status"] for name, e in found["exports"].items()} == {"loose": "released", "strict": "refused"}
     assert found["status"] == "refused"
+
+
+def test_one_token_that_differs_decides_a_bound_that_allows_none(tmp_path: Any) -> None:
+    """However few the windows, and though Student's t would reach below a KL of 0 and above an agreement of 1."""
+    parent = Measurement(TOKENS, nll=[100.0] * 4, kl=[0.0] * 4, top1=[TOKENS] * 4).as_dict()
+    once = Measurement(TOKENS, nll=[100.0] * 4, kl=[0.0, 0.0, 0.0, 0.5], top1=[TOKENS] * 3 + [TOKENS - 1]).as_dict()
+    none = divergence.Options(max_kl=0, min_top1=1)
+    assert [c["outcome"] for c in judged(tmp_path, once, parent, divergence=none)["checks"]] == ["failed", "failed"]
+    assert [c["outcome"] for c in judged(tmp_path, parent, parent, divergence=none)["checks"]] == ["passed", "passed"]
+    some = divergence.Options(max_kl=0.001, min_top1=0.999)
+    assert {c["outcome"] for c in judged(tmp_path, once, parent, divergence=some)["checks"]} == {"undecided"}
