@@ -23,7 +23,7 @@ DRAWS_AT_ONCE = 2**22  # indices alive at once: 32 MiB, and as much for the valu
 class Sampling:
     """confidence: of a two-sided interval. resamples: of the bootstrap, by `seed`."""
 
-    confidence: float = 0.95
+    confidence: float = 0.99
     resamples: int = 10_000
     seed: int = 0
 

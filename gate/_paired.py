@@ -7,15 +7,24 @@ from typing import Any
 
 from gate._bootstrap import Interval, Sampling, interval
 
+LEAST = math.nextafter(0, 1)
+
 
 def kl(measured: dict[str, Any], sampling: Sampling) -> Interval | None:
-    """Mean KL to the parent in nats per token; None when it is not finite."""
-    return _mean(measured, measured["windows"]["kl"], sampling)
+    """Mean KL to the parent in nats per token; None when it is not finite. It is never below 0, nor is the interval:
+    one token that differs shows that the mean is not 0."""
+    found = _mean(measured, measured["windows"]["kl"], sampling)
+    if found is None or found.low is None or found.value <= 0:
+        return found
+    return found._replace(low=max(found.low, LEAST))
 
 
 def top1(measured: dict[str, Any], sampling: Sampling) -> Interval | None:
-    """Share of positions whose most likely token is the parent's."""
-    return _mean(measured, measured["windows"]["top1"], sampling)
+    """Share of positions whose most likely token is the parent's; one that is not shows that the share is below 1."""
+    found = _mean(measured, measured["windows"]["top1"], sampling)
+    if found is None or found.high is None or found.value >= 1:
+        return found
+    return found._replace(high=min(found.high, math.nextafter(1, 0)))
 
 
 def perplexity_increase(measured: dict[str, Any], parent: dict[str, Any], sampling: Sampling) -> Interval | None:

@@ -22,7 +22,7 @@ class Options(Section):
     model that knows nothing has.
     """
 
-    confidence: float = Field(0.95, gt=0.5, lt=1)
+    confidence: float = Field(0.99, gt=0.5, lt=1)
     resamples: int = Field(10_000, ge=1000)
     seed: int = Field(0, ge=0)
     max_gain: float = Field(0.05, ge=0)

@@ -169,9 +169,13 @@ def _data(runs: dict[str, Ran], parent: Parent, corpus: Corpus, found: dict[str,
                 said["layers"][label] = shown
             if stage["name"] == "train" and stage["metrics"].get("loss"):
                 said["training"][label] = stage["metrics"]["loss"]
-    said["facts"] = results.facts(parent, found["evaluation"], corpus.source)
     said |= {"evaluation": found["evaluation"], "pairs": pairs, "table": table.rows(states, {}, sampling)}
-    statistics = {"confidence": sampling.confidence, "resamples": sampling.resamples, "seed": sampling.seed}
+    statistics: dict[str, Any] = {
+        "confidence": sampling.confidence,
+        "resamples": sampling.resamples,
+        "seed": sampling.seed,
+    }
+    said["facts"] = results.facts(parent, found["evaluation"], corpus.source, statistics)
     return said | {"statistics": statistics} | gate.report.measured(states, exports, results.decoder(parent.tokenizer))
 
 

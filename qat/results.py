@@ -33,7 +33,7 @@ def data(job: Job, verdict: dict[str, Any] | None, status: str) -> dict[str, Any
         kept = ("evaluation", "table", "exports", "statistics")
         said |= {key: verdict[key] for key in kept}
         said |= gate.report.measured(verdict["states"], verdict["exports"], decoder(job.parent.tokenizer))
-        said["facts"] = facts(job.parent, verdict["evaluation"], job.evaluation.source)
+        said["facts"] = facts(job.parent, verdict["evaluation"], job.evaluation.source, verdict["statistics"])
     for index, step in enumerate(job.steps):
         stage, variant = job.made.get(index), step.variant or ""
         if stage is None:
@@ -49,7 +49,9 @@ def data(job: Job, verdict: dict[str, Any] | None, status: str) -> dict[str, Any
     return said
 
 
-def facts(parent: Any, evaluation: dict[str, Any] | None, source: str = "") -> list[list[str]]:
+def facts(
+    parent: Any, evaluation: dict[str, Any] | None, source: str = "", statistics: dict[str, Any] | None = None
+) -> list[list[str]]:
     """Lines for the head of a report."""
     name = parent.name + (f" (revision {parent.revision})" if parent.revision else "")
     found = [["parent", name]]
@@ -57,6 +59,9 @@ def facts(parent: Any, evaluation: dict[str, Any] | None, source: str = "") -> l
         count, length = evaluation["num_windows"], evaluation["length"]
         text = f"{count} windows of {length} tokens of {Path(source).name}, {evaluation['num_tokens']:,} predicted"
         found += [["text", text], ["computed", f"{evaluation['dtype']} on {evaluation['device']}"]]
+    if statistics:
+        draws = f"{statistics['confidence']:.3g}, from {statistics['resamples']:,} bootstrap draws of the windows"
+        found += [["confidence", draws]]
     return [*found, ["made by", f"Tare {__version__}"]]
 
 

@@ -14,7 +14,7 @@ from gate._bootstrap import Interval, Sampling, interval, needed, student_t
 from gate._measure import Measurement
 from gate.stage import Exported, verdict
 
-QUICK = Sampling(resamples=2000)
+QUICK = Sampling(confidence=0.95, resamples=2000)
 TOKENS = 50
 
 
@@ -46,7 +46,7 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say(examples: int) -> N
     generator, held = random.Random(3), 0
     for seed in range(1000):
         values = [generator.gauss(3.0, 2.0) for _ in range(examples)]
-        found = interval(values, Sampling(resamples=1000, seed=seed))
+        found = interval(values, Sampling(confidence=0.95, resamples=1000, seed=seed))
         assert found.low is not None and found.high is not None
         held += found.low <= 3.0 <= found.high
     assert 0.93 <= held / 1000 <= 0.97  # a share of 0.95 from 1,000 has a standard error of 0.007
@@ -98,17 +98,28 @@ def judged(tmp_path: Any, state: dict[str, Any], parent: dict[str, Any], **gate:
     return verdict(tmp_path / "verdict.json", found, exports, {}, gate)["exports"]["x"]
 
 
+def two_sigma(examples: int, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(state, parent) whose mean difference is, to the last digit, two standard errors of 100 examples."""
+    state, parent = noisy(examples, 0.0, 0.1, seed)
+    pairs = list(zip(state["windows"]["nll"], parent["windows"]["nll"], strict=True))
+    noise = [(a - b) / TOKENS for a, b in pairs]
+    mean, spread = standard.fmean(noise), standard.stdev(noise)
+    exact = [0.1 * (value - mean) / spread + 2 * 0.1 / math.sqrt(100) for value in noise]
+    state["windows"]["nll"] = [b + TOKENS * more for (_, b), more in zip(pairs, exact, strict=True)]
+    return state, parent
+
+
 def test_a_two_sigma_difference_is_inconclusive_at_100_examples_and_decided_at_enough(tmp_path: Any) -> None:
-    """The bound is 0; the mean difference at 100 examples is two standard errors of an 0.1% interval's 3.3."""
     bound = perplexity.Options(max_relative_increase=0.0)
-    sure = statistics.Options(confidence=0.999, resamples=4000)
-    few = judged(tmp_path, *noisy(100, excess=0.02, noise=0.1), perplexity=bound, statistics=sure)
+    few = judged(tmp_path, *two_sigma(100), perplexity=bound)
     (check,) = few["checks"]
     assert few["status"] == "inconclusive" and check["outcome"] == "undecided" and not few["released"]
-    assert 100 < check["needed"] < 2000 and f"about {check['needed']} would" in check["text"]
-    many = judged(tmp_path, *noisy(2 * check["needed"], 0.02, 0.1, seed=1), perplexity=bound, statistics=sure)
+    # 2.626 is the 99.5% quantile of Student's t of 99 degrees of freedom, here of the log of the ratio judged
+    assert (2.6 / 2) ** 2 * 100 <= check["needed"] < 260 and f"about {check['needed']} would" in check["text"]
+    many = judged(tmp_path, *two_sigma(round(1.2 * check["needed"]), seed=1), perplexity=bound)
     assert many["status"] == "refused" and many["checks"][0]["outcome"] == "failed"
-    better = judged(tmp_path, *noisy(2 * check["needed"], -0.02, 0.1, seed=1), perplexity=bound, statistics=sure)
+    state, parent = two_sigma(round(1.2 * check["needed"]), seed=1)
+    better = judged(tmp_path, parent | {"kl": 0.0}, state, perplexity=bound)  # the other way round
     assert better["status"] == "released"
 
 
@@ -191,3 +202,14 @@ def test_the_worst_export_names_the_verdict_and_each_has_its_own_bounds(tmp_path
     )
     assert {name: e["status"] for name, e in found["exports"].items()} == {"loose": "released", "strict": "refused"}
     assert found["status"] == "refused"
+
+
+def test_one_token_that_differs_decides_a_bound_that_allows_none(tmp_path: Any) -> None:
+    """However few the windows, and though Student's t would reach below a KL of 0 and above an agreement of 1."""
+    parent = Measurement(TOKENS, nll=[100.0] * 4, kl=[0.0] * 4, top1=[TOKENS] * 4).as_dict()
+    once = Measurement(TOKENS, nll=[100.0] * 4, kl=[0.0, 0.0, 0.0, 0.5], top1=[TOKENS] * 3 + [TOKENS - 1]).as_dict()
+    none = divergence.Options(max_kl=0, min_top1=1)
+    assert [c["outcome"] for c in judged(tmp_path, once, parent, divergence=none)["checks"]] == ["failed", "failed"]
+    assert [c["outcome"] for c in judged(tmp_path, parent, parent, divergence=none)["checks"]] == ["passed", "passed"]
+    some = divergence.Options(max_kl=0.001, min_top1=0.999)
+    assert {c["outcome"] for c in judged(tmp_path, once, parent, divergence=some)["checks"]} == {"undecided"}
