@@ -89,8 +89,8 @@ def _cache(export: Export, index: int) -> Iterator[Fault]:
             yield Fault(
                 "missing", name, "missing", "the config declares an fp8 KV cache: engines run it at scale 1", AGAIN
             )
-        elif entry.dtype != "F32" or entry.shape not in ((), (1,)):
-            rule = "a KV-cache scale is one float32 value"
+        elif entry.dtype not in FLOATS or entry.shape not in ((), (1,)):
+            rule = "a KV-cache scale is one float"
             yield Fault("shape", name, f"{entry.dtype} {entry.shape}", rule, AGAIN)
 
 

@@ -15,6 +15,7 @@ from gate.readers import Export
 from qat.artifact import Artifact
 
 AGAIN = "export again"
+SCALES = ("scales", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 
 
 def check(export: Export) -> Iterator[Fault]:
@@ -22,7 +23,7 @@ def check(export: Export) -> Iterator[Fault]:
     serving = getattr(export.config, "dtype", None)
     for name, entry in export.stored.items():
         owner, _, part = name.rpartition(".")
-        if owner in export.linears and part in ("scales", "weight_scale", "input_scale"):
+        if owner in export.linears and part in SCALES:
             yield from _scale(name, export.raw(name), None if export.keeps_float32(owner) else serving)
         elif part in ("k_scale", "v_scale"):
             yield from _scale(name, export.raw(name), None)

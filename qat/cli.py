@@ -167,3 +167,16 @@ def verify(
 
     _speak(False, quiet, as_json)
     raise typer.Exit(verify.main(folders))
+
+
+@app.command()
+def lint(
+    directory: Annotated[Path, typer.Argument(help="folder of a quantized checkpoint, whoever wrote it")],
+    engine: Annotated[list[str], typer.Option(help="vllm, trtllm or transformers; may be repeated")],
+    tp: Annotated[int, typer.Option(min=1, help="ranks of tensor parallelism")] = 1,
+    headers: Annotated[bool, typer.Option("--headers", help="read configs and headers only")] = False,
+) -> None:
+    """Say what an engine would reject, misread or drop in a checkpoint. Exit code 1 when there is anything."""
+    from gate._lint_command import main
+
+    raise typer.Exit(main(directory, engine, tp, headers))
