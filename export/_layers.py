@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -16,6 +16,9 @@ from safetensors import safe_open
 from qat.arch import Arch
 from qat.artifact import OVERLAY, REST, Artifact
 from qat.scheme import TensorFormat, kind_of
+
+if TYPE_CHECKING:
+    from export.carrier import Carrier
 
 DTYPES = {
     "F32": torch.float32,
@@ -105,6 +108,15 @@ def check_cache(format_name: str, artifact: Artifact) -> None:
         raise ValueError(
             f"{format_name} has no place for KV-cache scales, and engines would run the cache at scale 1; set "
             "scheme.kv_cache to null or export compressed_tensors"
+        )
+
+
+def check_slots(format_name: str, carrier: Carrier) -> None:
+    """Refuse biases that only tare-vllm loads, for a format that it does not read."""
+    if carrier.by_plugin:
+        raise ValueError(
+            f"{format_name} has no place for the biases of {', '.join(sorted(carrier.by_plugin))}, which "
+            f"{carrier.arch.class_name} does not declare; export awq, gptq or compressed_tensors for vllm_plugin"
         )
 
 

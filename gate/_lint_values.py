@@ -30,7 +30,7 @@ def check(export: Export) -> Iterator[Fault]:
         elif entry.dtype.startswith(("F", "BF")):
             value = export.raw(name)
             yield from _finite(name, value)
-            if part == "bias":
+            if part in ("bias", "comp_bias"):
                 yield from _exact(name, value, serving)
     for name in export.linears:
         rows, columns = export.shapes[f"{name}.weight"]
@@ -95,7 +95,7 @@ def compare(export: Export, artifact: Artifact) -> Iterator[Fault]:
         if name in source:
             yield from _equal(name, export.get(name), artifact.get(name))
         elif name.endswith(".bias"):
-            value = export.raw(name)
+            value = export.get(name)
             yield from _equal(name, value, torch.zeros_like(value), "the source has no such bias, which is zeros")
         else:
             yield Fault("source", name, "stored", "the artifact has no tensor of that name", AGAIN)

@@ -58,7 +58,12 @@ def check(
 
 
 def _engines(export: Export, engines: Collection[str], tp: int) -> Iterator[Fault]:
-    for engine in sorted(set(engines) & set(plugins.names("gate.engines"))):
+    for engine in sorted(engines):
+        if export.comp_bias and engine != "vllm_plugin":
+            what = f"quant_method tare, with a comp_bias for {', '.join(sorted(export.comp_bias))}"
+            yield Fault("engine", "config.json", what, f"only vllm with tare-vllm loads it, not {engine}", "install it")
+    rules = {"vllm" if engine == "vllm_plugin" else engine for engine in engines}
+    for engine in sorted(rules & set(plugins.names("gate.engines"))):
         yield from plugins.find("gate.engines", engine).check(export, tp)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from export._layers import Layer, check_kinds, check_multiples, check_shared_scales, layers
+from export._layers import Layer, check_kinds, check_multiples, check_shared_scales, check_slots, layers
 from export._writer import Lazy, write_checkpoint, write_json
 from export.carrier import Carrier
 from qat.artifact import Artifact
@@ -28,6 +28,7 @@ KV_CACHE = True
 
 def check(artifact: Artifact, carrier: Carrier) -> None:
     """Raise ValueError for a layer that the format has no place for."""
+    check_slots("modelopt", carrier)
     found = layers(artifact)
     check_kinds("modelopt", found, HOLDS, MIXED_GROUPS)
     check_shared_scales("modelopt", artifact, found, carrier.arch)
