@@ -83,22 +83,29 @@ def random_model(folder: Path, config: PretrainedConfig) -> Path:
     return folder
 
 
-def make(parent_folder: Path, scheme: dict[str, Any], formats: list[str], out: Path, windows: torch.Tensor) -> None:
-    """Calibrate, put random biases on every slot, export."""
+def make(
+    parent_folder: Path,
+    scheme: dict[str, Any],
+    formats: list[str],
+    out: Path,
+    windows: torch.Tensor,
+    engine: str = "vllm",
+) -> None:
+    """Calibrate, put random biases on every slot of the engine, export."""
     parent = Parent(parent_folder, parent_folder.name)
     methods = Calibrate.model_validate({"transform": "none", "range": "max", "round": "nearest", "inputs": "max"})
     chosen = {question: getattr(methods, question) for question in calibrate.observe.QUESTIONS}
     parsed, plain = Scheme.model_validate(scheme), out / "artifact"
     calibrate.observe.run(parent.config, parent.tensors, parsed, windows, chosen, parent_folder, plain)
     artifact, random = Artifact(plain), torch.Generator().manual_seed(0)
-    slots, _ = trainable_biases(parent.arch, parent.config, ["vllm"])
+    slots, _ = trainable_biases(parent.arch, parent.config, [engine])
     biases = {}
     for linear in sorted(artifact.formats):
         if linear.removeprefix(parent.arch.blocks + ".").partition(".")[2] in slots:
             rows = artifact.get(f"{linear}.weight").shape[0]
             biases[f"{linear}.bias"] = to_grid(torch.randn(rows, generator=random) * 0.02)
     derive(plain, out / "biased", biases, {})
-    export.stage.run(out / "biased", formats, ["vllm"], 10**10, out)
+    export.stage.run(out / "biased", formats, [engine], 10**10, out)
 
 
 def main() -> None:
@@ -116,6 +123,9 @@ def main() -> None:
         for name in ("int4-g32", "fp8-channel"):
             make(parent, *SCHEMES[name], out / f"{family}-{name}", windows)
             print(f"{family}-{name}", flush=True)
+        if family != "phi3":  # all its linears have slots
+            scheme, formats = SCHEMES["int4-g32"]
+            make(parent, scheme, formats[:-1], out / f"{family}-int4-g32-plugin", windows, "vllm_plugin")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,9 @@ PAIRS = [
     for name in ("qwen3", "gemma3", "phi3", "mixtral", "qwen3-moe-dense-first")
     for form in plugins.names("export.formats")
     for kind in ("int4", "fp8-channel", "fp8-tensor")
-    if kind in plugins.literal("export.formats", form, "HOLDS") and form != "dense"
+    if kind in plugins.literal("export.formats", form, "HOLDS")
+    and form != "dense"
+    and (form, kind) != ("modelopt", "int4")
 ]
 
 

@@ -14,7 +14,7 @@ LOADS = {
     "awq": {"int4", "int4-asym"},
     "gptq": {"int4", "int8"},
     "compressed_tensors": {"int4", "int4-asym", "int8", "w8a8", "fp8-channel", "fp8-tensor", "fp8-block"},
-    "modelopt": {"fp8-tensor", "fp8-block"},
+    "modelopt": {"fp8-channel", "fp8-tensor", "fp8-block"},
     "dense": {"int4", "int4-asym", "int8", "w8a8", "fp8-channel", "fp8-tensor", "fp8-block"},
 }
 KV_CACHE = {

@@ -21,11 +21,11 @@ import torch
 
 from export import _pack
 from export._layers import Layer, check_cache, check_kinds, check_multiples, layers
-from export._writer import Lazy, exactly, write_checkpoint
+from export._writer import Lazy, exactly, write_checkpoint, write_json
 from export.carrier import Carrier
 from qat.artifact import Artifact
 
-VERSION = 2
+VERSION = 3
 HOLDS = {"int4", "int8"}
 MIXED_GROUPS = True
 KV_CACHE = False
@@ -75,6 +75,7 @@ def write(artifact: Artifact, out: Path, carrier: Carrier, shard_bytes: int) -> 
     if dynamic:
         quantization["dynamic"] = dynamic
     write_checkpoint(artifact, out, carrier, shard_bytes, _parts, quantization)
+    write_json(quantization, out / "quantize_config.json")  # without it AutoGPTQ 0.7 does not open a local folder
 
 
 Options = tuple[tuple[str, int], ...]

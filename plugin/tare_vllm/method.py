@@ -76,7 +76,9 @@ class TareConfig(QuantizationConfig):
         method = self.base.get_quant_method(layer, prefix)
         if isinstance(layer, LinearBase) and method is not None and self._has_bias(prefix):
             stock = type(method)  # its name is kept: vLLM chooses a weight loader by it
-            method.__class__ = type(stock.__name__, (WithBias, stock), {})
+            carrying = object.__new__(type(stock.__name__, (WithBias, stock), {}))
+            carrying.__dict__.update(method.__dict__)
+            return carrying
         return method
 
     def _has_bias(self, prefix: str) -> bool:
