@@ -126,6 +126,10 @@ def main() -> None:
         if family != "phi3":  # all its linears have slots
             scheme, formats = SCHEMES["int4-g32"]
             make(parent, scheme, formats[:-1], out / f"{family}-int4-g32-plugin", windows, "vllm_plugin")
+        if hasattr(config, "num_local_experts"):  # experts left alone: no kernel for int4 ones on every CPU
+            scheme, formats = scheme | {"skip": ["lm_head", "*experts*"]}, ["awq", "gptq", "dense"]
+            make(parent, scheme, formats, out / f"{family}-attention", windows)
+            make(parent, scheme, formats[:-1], out / f"{family}-attention-plugin", windows, "vllm_plugin")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,10 @@ def main(directory: Path, engines: Sequence[str], tp: int, headers_only: bool) -
     if not faults:
         print(f"{directory}: configs and headers are good for {', '.join(engines)}, {tp} ranks ({seconds:.1f} s)")
         if not headers_only:
-            faults = lint.check(directory, engines, tp=tp)
+            found = lint.check(directory, engines, tp=tp)
+            faults = [fault for fault in found if not lint.is_note(fault)]
+            for line in lint.report([fault for fault in found if lint.is_note(fault)], at_most=5):
+                print(f"note: {line}")
             if not faults:
                 print(f"{directory}: so are the values ({time.perf_counter() - start:.1f} s)")
     for line in lint.report(faults):

@@ -49,12 +49,32 @@ def _check_int4(layer: Layer, arch: Arch) -> None:
     check_multiples(f"trtllm {layer.kind}", [layer], rows=64, columns=columns)
 
 
+NEEDS = {  # of a GPU; NVIDIA's hardware matrix
+    "FP8": "FP8 needs compute capability 8.9 or newer (Ada, Hopper, Blackwell).",
+    "FP8_PER_CHANNEL_PER_TOKEN": "FP8 with channel scales needs a Hopper GPU.",
+    "FP8_PB_WO": "FP8 in blocks needs compute capability 9.0 or newer (Hopper, Blackwell).",
+    "W4A16_AWQ": "INT4 weights need compute capability 8.0 or newer.",
+    "W4A8_AWQ": "INT4 weights with FP8 activations need an Ada or Hopper GPU.",
+}
+
+
 def launch(directory_name: str, config: dict[str, Any]) -> dict[str, str]:
     """Files by path that start the server. directory_name: of the checkpoint. config: of the exported directory."""
+    quantization = config.get("quantization_config") or {}
+    needs = NEEDS.get(quantization.get("quant_algo", ""), "")
     script = f"""#!/bin/sh
 # Serve {directory_name} with TensorRT-LLM: OpenAI-compatible API on port 8000. Arguments are passed on (--tp_size 2).
-# The quantization is found in hf_quant_config.json. FP8 needs a GPU of compute capability 8.9 or newer.
+# The quantization is found in hf_quant_config.json; there is no engine to build. {needs}
+# CONTEXT=N   longest sequence in tokens; by default what the model was made for ({config["max_position_embeddings"]})
 cd "$(dirname "$0")/.." || exit 1
-exec trtllm-serve . --host 0.0.0.0 --port 8000 --backend pytorch "$@"
+exec trtllm-serve . --host 0.0.0.0 --port 8000 --backend pytorch --extra_llm_api_options serve/trtllm.yaml \\
+  --max_seq_len "${{CONTEXT:-{config["max_position_embeddings"]}}}" "$@"
 """
-    return {"serve/trtllm.sh": script}
+    options = """# Options of TensorRT-LLM's PyTorch backend that trtllm.sh passes.
+kv_cache_config:
+  dtype: auto # fp8 halves the cache; TensorRT-LLM runs it at scale 1
+  enable_block_reuse: true
+  free_gpu_memory_fraction: 0.9
+enable_chunked_prefill: true
+"""
+    return {"serve/trtllm.sh": script, "serve/trtllm.yaml": options}

@@ -43,7 +43,7 @@ def detect(folder: Path) -> tuple[str, dict[str, Any]]:
     if not inline:
         return "dense", {}
     if method == "tare":  # a stock format, and biases for the plugin tare-vllm
-        method = (inline.get("base") or {}).get("quant_method")
+        method = str((inline.get("base") or {}).get("quant_method"))
     if method not in FORMAT_OF:
         raise ValueError(
             f"{folder}: quant_method {method!r} is not one that the gate reads "

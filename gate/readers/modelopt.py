@@ -43,11 +43,11 @@ class Reader(Export):
         legacy = json.loads(path.read_text(encoding="utf-8")).get("quantization") or {}
         sides = {path.name: legacy} | ({"config.json": self.quantization} if self.quantization else {})
         for file, side in sides.items():
-            algorithms[file] = side.get("quant_algo")
+            algorithms[file] = str(side.get("quant_algo")).upper()  # Model-Optimizer itself writes fp8_pb_wo
             cache = side.get("kv_cache_quant_algo") or side.get("kv_cache_scheme")
             caches[file] = "FP8" if isinstance(cache, dict) and CACHE.items() <= cache.items() else cache
             self.exclude[file] = side.get("exclude_modules", side.get("ignore")) or []
-        self.algorithm, self._cache = str(algorithms[path.name]), caches[path.name]
+        self.algorithm, self._cache = algorithms[path.name], caches[path.name]
         if len(set(algorithms.values())) > 1 or self.algorithm not in KNOWN:
             raise ValueError(
                 f"{self.folder}: quant_algo is {algorithms}; the gate reads {', '.join(KNOWN)}, the same in every file"
