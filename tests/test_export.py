@@ -299,11 +299,11 @@ def test_scales_off_the_grid_and_unshared_are_refused(tmp_path: Path) -> None:
 
 
 def test_launch_files_name_what_is_served() -> None:
-    config = {"dtype": "bfloat16", "quantization_config": {"quant_method": "modelopt"}}
+    config = {"dtype": "bfloat16", "max_position_embeddings": 64, "quantization_config": {"quant_method": "modelopt"}}
     files = {}
     for engine in plugins.names("export.engines"):
         files |= plugins.find("export.engines", engine).launch("demo-fp8", config)
-    assert files.keys() == {"serve/vllm.sh", "serve/trtllm.sh", "serve/generate.py"}
+    assert files.keys() == {"serve/vllm.sh", "serve/trtllm.sh", "serve/trtllm.yaml", "serve/generate.py"}
     assert 'vllm serve . --served-model-name demo-fp8 --dtype bfloat16 "$@"' in files["serve/vllm.sh"]
     assert "8.9" in files["serve/vllm.sh"] and "trtllm-serve . " in files["serve/trtllm.sh"]
     compile(files["serve/generate.py"], "generate.py", "exec")
