@@ -323,7 +323,7 @@ def is_good(row: dict[str, Any]) -> bool:
         return "error" in row["on"] and "without_plugin" not in row
     on, off = row["on"]["kl"]["median"], row.get("off", {})
     if "kl" not in off:
-        return on < (1e-5 if row["inputs"] is None and "gemma3" not in row["name"] else 0.1)
+        return on < (1e-4 if row["inputs"] is None and "kv8" not in row["name"] else 0.1)
     return on < off["kl"]["median"] / 2 and off["kl_without"]["median"] < off["kl"]["median"] / 2
 
 
