@@ -23,7 +23,9 @@ FUSED = {  # vLLM's linear -> those that checkpoints have in its place
 
 
 class WithBias:
-    """Mixed into a stock linear method: `comp_bias` beside its weights."""
+    """Mixed into a stock linear method: `comp_bias` beside its weights. tare_parts: how many the files must hold."""
+
+    tare_parts: int
 
     def create_weights(self, *args: Any, **kwargs: Any) -> None:
         super().create_weights(*args, **kwargs)  # type: ignore[misc]
@@ -40,10 +42,10 @@ class WithBias:
         layer.register_parameter("comp_bias", bias)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        if not layer.tare_loaded:
+        if layer.tare_loaded != self.tare_parts:
             raise ValueError(
-                f"{layer.prefix} has no comp_bias in the checkpoint, though its config.json lists one; the directory "
-                "is not whole: export or copy it again"
+                f"the checkpoint has {layer.tare_loaded} comp_bias for {layer.prefix}, its config.json lists "
+                f"{self.tare_parts}; the directory is not whole: export or copy it again"
             )
         bias = layer.comp_bias.data
         del layer.comp_bias
@@ -74,17 +76,19 @@ class TareConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         method = self.base.get_quant_method(layer, prefix)
-        if isinstance(layer, LinearBase) and method is not None and self._has_bias(prefix):
+        parts = self._parts(prefix)
+        if isinstance(layer, LinearBase) and method is not None and parts:
             stock = type(method)  # its name is kept: vLLM chooses a weight loader by it
             carrying = object.__new__(type(stock.__name__, (WithBias, stock), {}))
-            carrying.__dict__.update(method.__dict__)
+            carrying.__dict__.update(method.__dict__, tare_parts=parts)
             return carrying
         return method
 
-    def _has_bias(self, prefix: str) -> bool:
+    def _parts(self, prefix: str) -> int:
+        """How many linears of the checkpoint, with a comp_bias, make up the one of that name."""
         owner, _, leaf = prefix.rpartition(".")
-        names = (f"{owner}.{part}" for part in (leaf, *FUSED.get(leaf, ())))
-        return any(name.endswith("." + linear) for name in names for linear in self.linears)
+        names = [f"{owner}.{part}" for part in (leaf, *FUSED.get(leaf, ()))]
+        return sum(any(name.endswith("." + linear) for linear in self.linears) for name in names)
 
     # the rest is the base's
     @property
