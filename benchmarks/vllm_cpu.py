@@ -1,20 +1,26 @@
 """Do the real engine and the exported directories agree? vLLM on a CPU against Hugging Face in float32.
 
-    python benchmarks/vllm_cpu.py DENSE [NAME=]DIRECTORY [[NAME=]DIRECTORY ...]
+    python benchmarks/engine_exports.py OUT                    # with Tare: directories of every format and architecture
+    python benchmarks/vllm_cpu.py OUT [--only WORD ...]        # in the engine's environment, requirements/vllm-cpu.txt
 
-Runs in an environment of its own (requirements/vllm-cpu.txt) and imports nothing of Tare. DENSE is the `dense` export
-of the same run: the dequantized weights with their biases. Everything is measured over the whole vocabulary at every
-position of some text, with each directory as it is, and again with the bias flags of its config.json off, which makes
-vLLM drop the biases:
+`make engines` does both. This script imports nothing of Tare. OUT/<model>-<scheme>/dense holds the dequantized weights
+and biases: the reference. Activations and KV caches that the format rounds are rounded in the reference too. Over the
+whole vocabulary at every position of some text, for each directory as it is and again with the bias flags of its
+config.json off, which makes vLLM drop the biases:
 
-    kl      KL(reference || engine), nats: what 16-bit arithmetic leaves when the engine computes what was exported
+Directories for the plugin tare-vllm are run with it, and once without it, which must fail.
+
+    kl      KL(reference || engine), nats: what 16-bit arithmetic leaves when the engine computes what was exported.
+            With the flags off, `kl_without` is the same against the reference without biases
     lost    for each kind of linear, how much of its biases the engine has dropped: 0 none, 1 all. Least squares of the
             engine's log-probs on what the reference's would change by without them. Rounding and FP8 activations, which
             are noise to this, may well change the log-probs more than a bias does and still not hide it
 
-The exit code is 0 when nothing is lost (each below 1/2) as it is, and everything with the flags off.
+A directory that the engine refuses is recorded with its message. The exit code is 0 when each one that loads is nearer
+to the reference with biases than half of what they are worth, and to the one without them with the flags off.
 
-float16, since on CPUs with AMX vLLM multiplies INT4 with 8-bit activations in bfloat16.
+float16, since on CPUs with AMX vLLM multiplies INT4 with 8-bit activations in bfloat16; bfloat16 for Gemma 3, which
+vLLM refuses in float16.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import sys
 import tempfile
@@ -29,6 +36,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -43,17 +51,17 @@ for name, value in {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; by default it takes what the machine has
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads stay free to move: the cores may be shared
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the calling process, so that its memory can be read
-    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_LEVEL": "CRITICAL",
     "VLLM_NO_USAGE_STATS": "1",
 }.items():
     os.environ.setdefault(name, value)
 
 import torch
-from torch import Tensor
+from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 ROOT = Path(__file__).resolve().parent.parent
-SLOTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FLAGS = ("attention_bias", "mlp_bias")
 
 Windows = list[list[int]]
@@ -64,27 +72,49 @@ def engine(directory: Path, windows: Windows) -> dict[str, Any]:
     import vllm
 
     start = time.perf_counter()
-    model = vllm.LLM(
-        str(directory),
-        dtype="float16",
-        enforce_eager=True,
-        max_model_len=len(windows[0]) + 1,
-        max_num_seqs=1,
-        max_logprobs=-1,
-        skip_tokenizer_init=True,
-        use_tqdm_on_load=False,
-        model_loader_extra_config={"enable_weights_track": True},  # a weight that the files lack is an error
-    )
-    load_seconds = time.perf_counter() - start
-    wanted = vllm.SamplingParams(max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False)
-    answers = model.generate([{"prompt_token_ids": window} for window in windows], wanted, use_tqdm=False)
+    try:
+        model = vllm.LLM(
+            str(directory),
+            dtype="bfloat16" if "Gemma3" in (directory / "config.json").read_text() else "float16",
+            enforce_eager=True,
+            max_model_len=len(windows[0]) + 1,
+            max_num_seqs=1,
+            max_logprobs=-1,
+            skip_tokenizer_init=True,
+            use_tqdm_on_load=False,
+            model_loader_extra_config={"enable_weights_track": True},  # a weight that the files lack is an error
+        )
+        load_seconds = time.perf_counter() - start
+        wanted = vllm.SamplingParams(max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False)
+        answers = model.generate([{"prompt_token_ids": window} for window in windows], wanted, use_tqdm=False)
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        NotImplementedError,
+        AttributeError,
+        KeyError,
+        AssertionError,
+    ) as error:
+        while error.__cause__ is not None:
+            error = error.__cause__  # type: ignore[assignment]
+        return {"error": f"{type(error).__name__}: {error}"[:400]}
     return {
         # NumPy's: a tensor would be lost with this process
         "log_probs": torch.cat([unflatten(answer.prompt_logprobs, len(windows[0]) - 1) for answer in answers]).numpy(),
-        "load_seconds": load_seconds,
-        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "load_seconds": round(load_seconds, 1),
+        "peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
         "vllm": vllm.__version__,
     }
+
+
+def apart(directory: Path, windows: Windows) -> dict[str, Any]:
+    """`engine` in a process of its own: vLLM keeps global state, and peak memory is a process's."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            return pool.submit(engine, directory, windows).result()
+        except (RuntimeError, OSError, SystemExit) as error:  # the process died, or vLLM's own kind of error
+            return {"error": f"{type(error).__name__}: {error}"[:400]}
 
 
 def unflatten(flat: Any, positions: int) -> Tensor:
@@ -94,11 +124,12 @@ def unflatten(flat: Any, positions: int) -> Tensor:
 
 
 @contextmanager
-def flags_off(directory: Path) -> Iterator[Path]:
-    """The same checkpoint with a config.json that declares no bias."""
+def flags_off(directory: Path) -> Iterator[Path | None]:
+    """The same checkpoint with a config.json that declares no bias; None where it declares none anyway."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     if not any(config.get(flag) for flag in FLAGS):
-        raise ValueError(f"{directory}/config.json sets none of {', '.join(FLAGS)}: there are no biases to drop")
+        yield None
+        return
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for file in directory.resolve().iterdir():
@@ -108,17 +139,121 @@ def flags_off(directory: Path) -> Iterator[Path]:
         yield copy
 
 
-@torch.inference_mode()
-def reference(model: PreTrainedModel, windows: Windows, silent: str | None = None) -> Tensor:
-    """Hugging Face's log-probs in float32. silent: the kind of linear whose biases are left out."""
-    biases = [p for name, p in model.named_parameters() if silent and name.endswith(f".{silent}.bias")]
-    kept = [bias.clone() for bias in biases]
-    for bias in biases:
-        bias.zero_()
-    found = torch.cat([model(torch.tensor([window])).logits[0, :-1].log_softmax(-1) for window in windows])
-    for bias, old in zip(biases, kept, strict=True):
-        bias.copy_(old)
+def rounded(how: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Activations (..., K) rounded while serving: `int8` or `fp8`, a scale for each token or, `fp8-128`, 128 inputs."""
+    values = inputs[0].unflatten(-1, (-1, 128)) if how == "fp8-128" else inputs[0]
+    largest = values.abs().amax(-1, keepdim=True).clamp(min=1e-12)
+    if how == "int8":
+        values = torch.round(values / (largest / 127)).clamp(-128, 127) * (largest / 127)
+    else:
+        values = (values / (largest / 448)).to(torch.float8_e4m3fn).float() * (largest / 448)
+    return (values.view_as(inputs[0]),)
+
+
+def inputs_of(directory: Path) -> str | None:
+    """How the format rounds the inputs of its linears while serving."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    config = config.get("base", config)
+    if config["quant_method"] == "modelopt":
+        return "fp8-128" if config["quant_algo"] == "FP8_PB_WO" else None
+    groups = config.get("config_groups") or {}
+    activations = next((g["input_activations"] for g in groups.values() if g.get("input_activations")), None)
+    if activations is None or not activations["dynamic"]:
+        return None
+    return "fp8-128" if activations["strategy"] == "group" else {"int": "int8", "float": "fp8"}[activations["type"]]
+
+
+def biases_of(directory: Path) -> dict[str, Tensor]:
+    """Every bias of a linear, `comp_bias` included, by the name of the linear."""
+    found = {}
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as f:
+            for name in f.keys():  # noqa: SIM118 - not a dict
+                owner, _, part = name.rpartition(".")
+                if part in ("bias", "comp_bias"):
+                    found[owner] = f.get_tensor(name)
     return found
+
+
+def cache_of(directory: Path) -> list[tuple[float, float]]:
+    """Static scales of keys and values of each layer, of a compressed-tensors directory that has them."""
+    found: dict[str, float] = {}
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as f:
+            for name in f.keys():  # noqa: SIM118 - not a dict
+                if name.endswith(("self_attn.k_scale", "self_attn.v_scale")):
+                    found[name] = f.get_tensor(name).item()
+    layers = range(len(found) // 2)
+    return [tuple(found[f"model.layers.{i}.self_attn.{part}_scale"] for part in "kv") for i in layers]  # type: ignore
+
+
+def fp8(value: Tensor, scale: float) -> Tensor:
+    """What comes back from an fp8 cache."""
+    return (value / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+
+@contextmanager
+def cached_in_fp8(model: PreTrainedModel, scales: list[tuple[float, float]]) -> Iterator[None]:
+    """Keys, after the rotary embedding, and values are rounded as in an fp8 cache."""
+    module, calls = sys.modules[type(model).__module__], iter([k for k, _ in scales] * 1000)
+    rotate = module.apply_rotary_pos_emb
+
+    def rotated(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        queries, keys = rotate(*args, **kwargs)
+        return queries, fp8(keys, next(calls))
+
+    values = [m for n, m in model.named_modules() if n.endswith(".v_proj")]
+    hooks = [
+        m.register_forward_hook(lambda _m, _i, out, scale=scale: fp8(out, scale))
+        for m, (_, scale) in zip(values, scales, strict=False)
+    ]
+    module.apply_rotary_pos_emb = rotated if scales else rotate
+    try:
+        yield
+    finally:
+        module.apply_rotary_pos_emb = rotate
+        for hook in hooks:
+            hook.remove()
+
+
+class Reference:
+    """Hugging Face's log-probs in float32 of a dense directory."""
+
+    def __init__(self, dense: Path, windows: Windows, biased: Path) -> None:
+        """biased: a directory with the same biases, from which those are taken that Hugging Face does not declare."""
+        how = {"experts_implementation": "eager"} if "num_local_experts" in (dense / "config.json").read_text() else {}
+        model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32, attn_implementation="eager", **how)
+        self.model: PreTrainedModel = model.eval()
+        for name, value in biases_of(biased).items():
+            model.get_submodule(name).bias = nn.Parameter(value.float(), requires_grad=False)
+        self.windows, self.scales = windows, cache_of(biased)
+        self.biases = {
+            name: value
+            for name, value in model.named_parameters()
+            if re.search(r"layers\.\d+\..*proj\.bias$", name) and value.any()
+        }
+        self.kinds = sorted({name.split(".")[-2] for name in self.biases})
+        self.cache: dict[Any, Tensor] = {}
+
+    @torch.inference_mode()
+    def __call__(self, how: str | None, silent: tuple[str, ...] = ()) -> Tensor:
+        """silent: kinds of linears whose biases are left out. how: rounding of activations."""
+        if (how, silent) in self.cache:
+            return self.cache[how, silent]
+        gone = [value for name, value in self.biases.items() if name.split(".")[-2] in silent]
+        kept = [bias.clone() for bias in gone]
+        for bias in gone:
+            bias.zero_()
+        linears = [m for n, m in self.model.named_modules() if re.search(r"layers\.\d+\..*proj$", n)]
+        hooks = [m.register_forward_pre_hook(partial(rounded, how)) for m in linears if how]
+        with cached_in_fp8(self.model, self.scales):
+            found = torch.cat([self.model(torch.tensor([w])).logits[0, :-1].log_softmax(-1) for w in self.windows])
+        for hook in hooks:
+            hook.remove()
+        for bias, old in zip(gone, kept, strict=True):
+            bias.copy_(old)
+        self.cache[how, silent] = found
+        return found
 
 
 def kl(expected: Tensor, found: Tensor) -> dict[str, float]:
@@ -128,7 +263,8 @@ def kl(expected: Tensor, found: Tensor) -> dict[str, float]:
     if not each.isfinite().all():
         raise ValueError("the engine's log-probs are not finite")
     top1 = (p.argmax(-1) == q.argmax(-1)).double().mean()
-    return {"median": each.median().item(), "mean": each.mean().item(), "max": each.max().item(), "top1": top1.item()}
+    numbers = {"median": each.median(), "mean": each.mean(), "max": each.max(), "top1": top1}
+    return {name: float(f"{value.item():.4g}") for name, value in numbers.items()}
 
 
 def lost(full: Tensor, without: dict[str, Tensor], found: Tensor) -> dict[str, float]:
@@ -136,57 +272,94 @@ def lost(full: Tensor, without: dict[str, Tensor], found: Tensor) -> dict[str, f
     weight = full.double().exp().sqrt()
     columns = torch.stack([(weight * (value - full)).flatten() for value in (*without.values(), found)])
     products = columns @ columns.T
-    return dict(zip(without, torch.linalg.solve(products[:-1, :-1], products[:-1, -1]).tolist(), strict=True))
+    solved = torch.linalg.solve(products[:-1, :-1], products[:-1, -1]).tolist()
+    return {kind: round(share, 4) for kind, share in zip(without, solved, strict=True)}
+
+
+def measure(reference: Reference, directory: Path, off: bool) -> dict[str, Any]:
+    """One row of the results."""
+    how = inputs_of(directory)
+    full = reference(how)
+    without = {kind: reference(how, (kind,)) for kind in reference.kinds}
+    row: dict[str, Any] = {"inputs": how, "positions": len(full)}
+    if directory.parent.name.endswith("-plugin"):
+        os.environ["VLLM_PLUGINS"] = ""  # none
+        row["without_plugin"] = apart(directory, reference.windows).get("error", "loads")
+        del os.environ["VLLM_PLUGINS"]
+    with flags_off(directory) as copy:
+        for state, folder in (("on", directory), ("off", copy)):
+            if folder is None or (state == "off" and not (off and reference.kinds)):
+                continue
+            cost = apart(folder, reference.windows)
+            if "error" in cost:
+                row[state] = cost
+                continue
+            found = torch.from_numpy(cost.pop("log_probs"))
+            row[state] = {"kl": kl(full, found)}
+            if without:
+                row[state]["lost"] = lost(full, without, found)
+            if state == "off":
+                row[state]["kl_without"] = kl(reference(how, tuple(reference.kinds)), found)
+            row |= cost
+    return row | {"torch": torch.__version__, "machine": f"cpu {torch.backends.cpu.get_cpu_capability()}, 1 thread"}
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    """A row for a person."""
+    on, off = row["on"], row.get("off", {})
+    if "error" in on:
+        text = f"refused: {on['error'][:150]}"
+        return f"{name:40}{text}" + (f" | without biases {off['kl_without']['median']:.1e}" if "kl" in off else "")
+    most = max(map(abs, on.get("lost", {"": 0.0}).values()))
+    text = f"{name:40}{on['kl']['median']:10.1e}{on['kl']['mean']:10.1e}{on['kl']['top1']:9.2%}{most:10.3f}"
+    if "kl" in off:
+        text += f"{off['kl']['median']:12.1e}{min(off['lost'].values()):10.3f}{off['kl_without']['median']:10.1e}"
+    return text
+
+
+def is_good(row: dict[str, Any]) -> bool:
+    """With biases the engine is near the reference that has them, and with the flags off near the one that has none."""
+    if "error" in row["on"] or "Unknown quantization" not in row.get("without_plugin", "Unknown quantization"):
+        return "error" in row["on"] and "without_plugin" not in row
+    on, off = row["on"]["kl"]["median"], row.get("off", {})
+    if "kl" not in off:
+        return on < (1e-4 if row["inputs"] is None and "kv8" not in row["name"] else 0.1)
+    return on < off["kl"]["median"] / 2 and off["kl_without"]["median"] < off["kl"]["median"] / 2
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dense", type=Path)
-    parser.add_argument("directories", nargs="+", metavar="[NAME=]DIRECTORY")
+    parser.add_argument("exports", type=Path)
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of names")
+    parser.add_argument("--off", nargs="*", default=[""], help="parts of names to be run without biases too")
     parser.add_argument("--text", type=Path, default=ROOT / "recipes/demo/text/evaluation.txt")
-    parser.add_argument("--windows", type=int, default=2)
+    parser.add_argument("--windows", type=int, default=1)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/vllm_cpu.json")
     options = parser.parse_args()
 
-    ids = AutoTokenizer.from_pretrained(options.dense)(options.text.read_text(encoding="utf-8"))["input_ids"]
-    windows = [ids[i * options.length : (i + 1) * options.length] for i in range(options.windows)]
-    if len(windows[-1]) < options.length:
-        parser.error(f"{options.text} has {len(ids)} tokens, fewer than {options.windows} x {options.length}")
-    model = AutoModelForCausalLM.from_pretrained(options.dense, dtype=torch.float32).eval()
-    full, without = reference(model, windows), {slot: reference(model, windows, slot) for slot in SLOTS}
     rows = {row["name"]: row for row in json.loads(options.out.read_text())} if options.out.exists() else {}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-
-    titles = ("KL median", "mean", "top-1", "most lost", "off: median", "mean", "least lost", "load s", "GB")
-    print(" " * 26 + "".join(f"{title:>13}" for title in titles), flush=True)
+    titles = ("KL median", "mean", "top-1", "most lost", "off: median", "least lost", "kl without")
+    print(" " * 40 + " ".join(titles), flush=True)
     passed = True
-    # a process for each engine: vLLM keeps global state, and peak memory is a process's
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        for argument in options.directories:
-            label, _, path = argument.rpartition("=")
-            label, directory = label or Path(path).name, Path(path)
-            row: dict[str, Any] = {"name": label}
-            with flags_off(directory) as copy:
-                for state, folder in (("on", directory), ("off", copy)):
-                    cost = pool.submit(engine, folder, windows).result()
-                    found = torch.from_numpy(cost.pop("log_probs"))
-                    row[state] = {"kl": kl(full, found), "lost": lost(full, without, found)}
-            row |= {"bias_kl": {slot: kl(full, value)["median"] for slot, value in without.items()}, **cost}
-            row |= {"positions": len(full), "torch": torch.__version__, "machine": machine()}
-            rows[label] = row
+    for folder in sorted(p for p in options.exports.iterdir() if (p / "artifact").is_dir()):
+        names = [p.name for p in sorted(folder.iterdir()) if (p / "config.json").is_file()]
+        names = [n for n in names if n not in ("dense", "artifact", "biased")]
+        names = [n for n in names if any(word in f"{folder.name}/{n}" for word in options.only)]
+        dense = folder.with_name(re.sub("-(kv8|plugin)$", "", folder.name)) / "dense"
+        if not names:
+            continue
+        ids = AutoTokenizer.from_pretrained(dense)(options.text.read_text(encoding="utf-8"))["input_ids"]
+        windows = [ids[i * options.length : (i + 1) * options.length] for i in range(options.windows)]
+        reference = Reference(dense, windows, folder / names[0])
+        for name in names:
+            title = f"{folder.name}/{name}"
+            row = {"name": title} | measure(reference, folder / name, any(word in title for word in options.off))
+            rows[title] = row
             options.out.write_text(json.dumps(list(rows.values()), indent=1) + "\n", encoding="utf-8")
-            near, far = row["on"]["kl"], row["off"]["kl"]
-            most, least = max(row["on"]["lost"].values(), key=abs), min(row["off"]["lost"].values())
-            passed &= abs(most) < 0.5 < least
-            numbers = f"{near['median']:13.1e}{near['mean']:13.1e}{near['top1']:13.2%}{most:13.3f}"
-            numbers += f"{far['median']:13.1e}{far['mean']:13.1e}{least:13.3f}"
-            print(f"{label:26}{numbers}{row['load_seconds']:13.1f}{row['peak_gb']:13.2f}", flush=True)
+            passed &= is_good(row)
+            print(line(title, row), flush=True)
     return 0 if passed else 1
-
-
-def machine() -> str:
-    return f"cpu {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -16,6 +16,9 @@ from safetensors import safe_open
 from qat.arch import Arch
 from qat.artifact import OVERLAY, REST, Artifact
 from qat.scheme import TensorFormat, kind_of
+
+if TYPE_CHECKING:
+    from export.carrier import Carrier
 
 DTYPES = {
     "F32": torch.float32,
@@ -108,6 +111,15 @@ def check_cache(format_name: str, artifact: Artifact) -> None:
         )
 
 
+def check_slots(format_name: str, carrier: Carrier) -> None:
+    """Refuse biases that only tare-vllm loads, for a format that it does not read."""
+    if carrier.by_plugin:
+        raise ValueError(
+            f"{format_name} has no place for the biases of {', '.join(sorted(carrier.by_plugin))}, which "
+            f"{carrier.arch.class_name} does not declare; export awq, gptq or compressed_tensors for vllm_plugin"
+        )
+
+
 def check_multiples(who: str, layers: Sequence[Layer], rows: int = 1, columns: int = 1) -> None:
     """Outputs and inputs of every layer are multiples of what `who` (a format or engine) works in."""
     for layer in layers:
@@ -136,11 +148,13 @@ def check_fused(who: str, layers: Sequence[Layer], arch: Arch) -> None:
 
 def check_shared_scales(who: str, artifact: Artifact, layers: Sequence[Layer], arch: Arch) -> None:
     """Per-tensor scales are equal within linears that read the same input; input scales over all experts."""
-    quantized = {layer.name for layer in layers if layer.kind == "fp8-tensor"}
+    quantized = {layer.name: layer.kind for layer in layers if layer.kind in ("fp8-tensor", "w4a8")}
     blocks = {int(name[len(arch.blocks) + 1 :].partition(".")[0]) for name in quantized}
     for block in sorted(blocks):
         shared = [[f"{arch.blocks}.{block}.{leaf}" for leaf in group] for group in arch.shared_input]
         for part, groups in (("scale", shared), ("input_scale", arch.one_input_scale(block))):
+            if part == "scale" and "w4a8" in quantized.values():  # in groups
+                continue
             for group in groups:
                 values = {name: artifact.raw(f"{name}.{part}").item() for name in group if name in quantized}
                 if len(set(values.values())) > 1:

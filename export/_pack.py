@@ -10,6 +10,9 @@ Bits 4 i .. 4 i + 3 of a word are its nibble i. With W (N outputs, K inputs), co
             weight_packed     [N, K / 8]      nibble i of word j is input 8 j + i        pack_to_int32(codes - 8, 4)
             weight_zero_point [N / 8, K / g]  nibble i of word j is output 8 j + i       pack_to_int32(zero - 8, 4, 0)
 
+    ModelOpt uint8 [N / 2, K]: bits 0..3 of byte [j, k] are output 2 j, bits 4..7 output 2 j + 1, codes - 8 in two's
+            complement
+
 int8 codes -128..127 are stored as code + 128, byte i of a word in place of nibble i: four to a word, so that qweight is
 [K / 4, N] and weight_packed [N, K / 4]; symmetric GPTQ zero points of 128, less 1, are 0x7f7f7f7f.
 
@@ -51,3 +54,9 @@ def compressed_codes(stored: Tensor) -> Tensor:
 def compressed_zeros(zero: Tensor) -> Tensor:
     """Zero points (N, K / g) uint8 -> int32 (N / 8, K / g)."""
     return words(zero.T).T.contiguous()
+
+
+def modelopt(codes: Tensor) -> Tensor:
+    """Codes (N, K) uint8 0..15 -> uint8 (N / 2, K)."""
+    signed = codes ^ 8  # less 8, in two's complement of 4 bits
+    return signed[0::2] | signed[1::2] << 4

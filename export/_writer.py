@@ -97,6 +97,8 @@ def write_checkpoint(
     write_weights(tensors(artifact, carrier, parts, cache), out, shard_bytes)
     for path in side_files(artifact.path):
         shutil.copyfile(path, out / path.name)
+    if quantization and carrier.by_plugin:
+        quantization = {"quant_method": "tare", "comp_bias": sorted(carrier.by_plugin), "base": quantization}
     write_json(carrier.config | ({"quantization_config": quantization} if quantization else {}), out / "config.json")
     keep_tokenizer(carrier, artifact.path, out)
 
@@ -113,7 +115,7 @@ def tensors(artifact: Artifact, carrier: Carrier, parts: Parts, cache: Cache = a
         if name not in at:
             owner = name.removesuffix(".bias")
             rows = at[f"{owner}.codes" if f"{owner}.codes" in at else f"{owner}.weight"].shape[:1]
-            found[name] = Lazy(dtype, rows, partial(torch.zeros, rows, dtype=dtype))
+            found[carrier.stored_bias(name)] = Lazy(dtype, rows, partial(torch.zeros, rows, dtype=dtype))
     for name in at.keys() - hidden:
         if name == carrier.tied_head:  # engines tie it themselves; vLLM unties a head that it finds in the file
             continue
@@ -121,7 +123,8 @@ def tensors(artifact: Artifact, carrier: Carrier, parts: Parts, cache: Cache = a
             place, shape = cache(name)
             found[place] = Lazy(torch.float32, shape, partial(_viewed, artifact, name, shape))
         elif name.endswith(".bias"):
-            found[name] = Lazy(dtype, at[name].shape, partial(_exact_raw, artifact, name, dtype))
+            exact = partial(_exact_raw, artifact, name, dtype)
+            found[carrier.stored_bias(name)] = Lazy(dtype, at[name].shape, exact)
         else:
             found[name] = Lazy(*at[name], partial(artifact.raw, name))
     return dict(sorted(found.items(), key=lambda item: by_number(item[0])))

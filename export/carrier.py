@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from transformers import CONFIG_MAPPING, AutoTokenizer, PretrainedConfig
 
-from qat.arch import Arch, known
+from qat.arch import Arch, BiasSlots, known
 
 SERVED_IN = ("bfloat16", "float16")
+PLUGIN = "vllm_plugin"
 READER = "transformers"  # also runs what is written for other engines, so its slots count when it costs nothing
 
 
@@ -30,13 +31,15 @@ class Carrier:
     """The model class that an export is written for.
 
     config: the whole config.json but for `quantization_config`. biases: linears, relative to a block, that have a bias
-    in every block. relabelled: whether the class is not the parent's.
+    in every block. relabelled: whether the class is not the parent's. by_plugin: those of `biases` that are stored as
+    comp_bias.
     """
 
     arch: Arch
     config: dict[str, Any]
     biases: frozenset[str]
     relabelled: bool
+    by_plugin: frozenset[str] = frozenset()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -52,6 +55,12 @@ class Carrier:
     def linears(self) -> list[str]:
         """Full names of all linears of the decoder blocks."""
         return [name for block in range(self.config["num_hidden_layers"]) for name in self.arch.block_linears(block)]
+
+    def stored_bias(self, name: str) -> str:
+        """Under which name the bias `name` of a linear, or any other tensor, is stored."""
+        owner = name.removesuffix(".bias")
+        leaf = owner.removeprefix(self.arch.blocks + ".").partition(".")[2]
+        return f"{owner}.comp_bias" if name != owner and leaf in self.by_plugin else name
 
     def bias_names(self) -> list[str]:
         """Full names of the biases that must be stored."""
@@ -133,13 +142,14 @@ def carrier(
         )
     target, readers = ways[0].target, ways[0].readers
     fields = _fields(arch, target, config)
-    slots_of = [target.bias_slots[engine] for engine in readers]
+    slots_of = [target.bias_slots["vllm" if engine == PLUGIN else engine] for engine in readers]
     declared = [(flag, set(leaves)) for slots in slots_of for flag, leaves in slots.by_flag.items()]
     on = {flag for flag, leaves in declared if fields.get(flag) or leaves & set(biased)}
     always = {leaf for slots in slots_of for leaf in slots.always}
     needed = always.union(*(leaves for flag, leaves in declared if flag in on))
+    by_plugin = frozenset(set(biased) - needed) if PLUGIN in readers else frozenset()
     config_json = _for_readers(fields | dict.fromkeys(on, True), target, _served_in(config, dtype))
-    return Carrier(target, config_json, frozenset(needed), target is not arch)
+    return Carrier(target, config_json, by_plugin | needed, target is not arch, by_plugin)
 
 
 class _Way(NamedTuple):
@@ -155,16 +165,24 @@ def _ways(arch: Arch, config: PretrainedConfig, engines: Collection[str]) -> Ite
     targets = [arch]
     if arch.relabel_to and not _obstacles(arch, config):
         targets.append(known()[arch.relabel_to])
-    for readers in (sorted({*engines, READER}), sorted(set(engines))):
+    # no other reader knows what is written for the plugin
+    for readers in (sorted({*engines, READER} - ({READER} if PLUGIN in engines else set())), sorted(set(engines))):
         for target in targets:
-            missing = [engine for engine in readers if engine not in target.bias_slots]
+            missing = [engine for engine in readers if engine not in (PLUGIN, *target.bias_slots)]
             if missing:
                 raise ValueError(
                     f"it is not known which biases {missing[0]} loads for {target.class_name} (known for "
                     f"{', '.join(target.bias_slots)}); add it to bias_slots in qat/arch"
                 )
-            slots = frozenset.intersection(*(target.bias_slots[engine].all() for engine in readers))
+            slots = frozenset.intersection(*(slots_in(target, engine).all() for engine in readers))
             yield _Way(target, slots, readers)
+
+
+def slots_in(arch: Arch, engine: str) -> BiasSlots:
+    """The biases that an engine loads; with tare-vllm those of all linears but experts."""
+    if engine != PLUGIN:
+        return arch.bias_slots[engine]
+    return BiasSlots(always=tuple(leaf for leaf in arch.linears if f"{arch.experts}." not in leaf))
 
 
 def _listed(leaves: Collection[str]) -> str:
@@ -179,7 +197,7 @@ def _obstacles(arch: Arch, config: PretrainedConfig) -> list[str]:
 
 
 def _why_not(arch: Arch, config: PretrainedConfig, engines: Collection[str], leaves: Collection[str]) -> str:
-    losing = [engine for engine in sorted(engines) if not arch.bias_slots[engine].all() >= set(leaves)]
+    losing = [engine for engine in sorted(engines) if not slots_in(arch, engine).all() >= set(leaves)]
     why = f"{' and '.join(losing)} would drop them in {arch.class_name}"
     if not arch.relabel_to:
         return f"{why}, and no other architecture computes the same"

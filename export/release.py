@@ -33,12 +33,17 @@ def release(export: Path, out: Path, name: str, engines: list[str], facts: dict[
     for path, text in serve.items():
         (out / path).parent.mkdir(parents=True, exist_ok=True)
         (out / path).write_text(text, encoding="utf-8")
-        (out / path).chmod(0o755)
+        if not path.endswith(".yaml"):
+            (out / path).chmod(0o755)
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     card = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        name=name, version=__version__, serve=sorted(serve), front=_front_matter(name, facts), **facts
+        name=name,
+        version=__version__,
+        serve=[path for path in sorted(serve) if not path.endswith(".yaml")],
+        front=_front_matter(name, facts),
+        **facts,
     )
     (out / "README.md").write_text(card, encoding="utf-8")
     (out / PROVENANCE).unlink(missing_ok=True)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from gate._check import Fault
 from gate.readers import Export
-from gate.readers._export import FLOATS
+from gate.readers._export import COMP, FLOATS
 
 AGAIN = "export again"
 
@@ -33,6 +33,10 @@ def check(export: Export, engines: Collection[str]) -> Iterator[Fault]:
             known |= set(export.cache_names(index))
             yield from _cache(export, index)
     tied = {f"{export.arch.head}.weight"} if export.config.tie_word_embeddings else set()
+    carried = [name for name in linears if _leaf(export, name) in export.comp_bias]
+    for name in carried:
+        known.add(name + COMP)
+        yield from _plain(export, name + COMP, export.shapes[f"{name}.weight"][:1])
     for name in sorted(export.stored.keys() - known - slots - tied):
         rule = f"{export.arch.class_name} in {export.format} has no tensor of that name"
         yield Fault("unexpected", name, f"stored ({export.stored[name].dtype})", rule, "leave it out")
@@ -89,8 +93,8 @@ def _cache(export: Export, index: int) -> Iterator[Fault]:
             yield Fault(
                 "missing", name, "missing", "the config declares an fp8 KV cache: engines run it at scale 1", AGAIN
             )
-        elif entry.dtype != "F32" or entry.shape not in ((), (1,)):
-            rule = "a KV-cache scale is one float32 value"
+        elif entry.dtype not in FLOATS or entry.shape not in ((), (1,)):
+            rule = "a KV-cache scale is one float"
             yield Fault("shape", name, f"{entry.dtype} {entry.shape}", rule, AGAIN)
 
 
@@ -101,9 +105,14 @@ def _head(export: Export) -> Iterator[Fault]:
         yield Fault("tied", name, "stored beside the embedding", rule, "leave it out, or set the flag to false")
 
 
+def _leaf(export: Export, name: str) -> str:
+    """A linear's name relative to its block."""
+    return name.removeprefix(export.arch.blocks + ".").partition(".")[2]
+
+
 def _biases(export: Export, linears: list[str], engines: Collection[str]) -> Iterator[Fault]:
     """A bias is stored exactly where every engine loads one."""
-    for engine in sorted(engines):
+    for engine in sorted({"vllm" if engine == "vllm_plugin" else engine for engine in engines}):
         if engine not in export.arch.bias_slots:
             known = ", ".join(sorted(export.arch.bias_slots))
             raise ValueError(
@@ -113,7 +122,7 @@ def _biases(export: Export, linears: list[str], engines: Collection[str]) -> Ite
         flags = {flag: bool(getattr(export.config, flag, False)) for flag in slots.by_flag}
         loaded = set(slots.always).union(*(slots.by_flag[flag] for flag, on in flags.items() if on))
         for name in linears:
-            leaf = name.removeprefix(export.arch.blocks + ".").partition(".")[2]
+            leaf = _leaf(export, name)
             flag = next((f for f, leaves in slots.by_flag.items() if leaf in leaves), None)
             full, shape = f"{name}.bias", export.shapes[f"{name}.weight"][:1]
             entry = export.stored.get(full)

@@ -15,6 +15,7 @@ from gate.readers import Export
 from qat.artifact import Artifact
 
 AGAIN = "export again"
+SCALES = ("scales", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 
 
 def check(export: Export) -> Iterator[Fault]:
@@ -22,14 +23,14 @@ def check(export: Export) -> Iterator[Fault]:
     serving = getattr(export.config, "dtype", None)
     for name, entry in export.stored.items():
         owner, _, part = name.rpartition(".")
-        if owner in export.linears and part in ("scales", "weight_scale", "input_scale"):
+        if owner in export.linears and part in SCALES:
             yield from _scale(name, export.raw(name), None if export.keeps_float32(owner) else serving)
         elif part in ("k_scale", "v_scale"):
             yield from _scale(name, export.raw(name), None)
         elif entry.dtype.startswith(("F", "BF")):
             value = export.raw(name)
             yield from _finite(name, value)
-            if part == "bias":
+            if part in ("bias", "comp_bias"):
                 yield from _exact(name, value, serving)
     for name in export.linears:
         rows, columns = export.shapes[f"{name}.weight"]
@@ -94,7 +95,7 @@ def compare(export: Export, artifact: Artifact) -> Iterator[Fault]:
         if name in source:
             yield from _equal(name, export.get(name), artifact.get(name))
         elif name.endswith(".bias"):
-            value = export.raw(name)
+            value = export.get(name)
             yield from _equal(name, value, torch.zeros_like(value), "the source has no such bias, which is zeros")
         else:
             yield Fault("source", name, "stored", "the artifact has no tensor of that name", AGAIN)

@@ -1,8 +1,8 @@
 """Read an exported directory and say everything in it that an engine would reject, misread, or drop without a word.
 
-Headers first: files and index, then names, shapes and dtypes, then biases and the list of unquantized linears; then the
-values; last, when the artifact is at hand, every tensor against its source. It stops after the first level with faults,
-because later ones would only follow from them.
+Headers first: files and index, then names, shapes and dtypes, then biases and the list of unquantized linears; then
+what each engine demands (gate/engines, one file each); then the values; last, when the artifact is at hand, every
+tensor against its source. It stops after the first level with faults, because later ones would only follow from them.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ from pathlib import Path
 
 from gate import _lint_files, _lint_names, _lint_values
 from gate._check import Fault
-from gate.readers import open_export
+from gate.readers import Export, open_export
+from qat import plugins
 from qat.artifact import Artifact
 from qat.scheme import Section
 
-VERSION = 1
+VERSION = 2
 
 
 class Options(Section):
     """Nothing to choose."""
 
 
-def check(directory: Path | str, engines: Collection[str], artifact: Artifact | None = None) -> list[Fault]:
-    """Everything that is wrong with an exported directory; empty when it is good.
+def check(
+    directory: Path | str, engines: Collection[str], artifact: Artifact | None = None, tp: int = 1, values: bool = True
+) -> list[Fault]:
+    """Everything that is wrong with a directory, whoever wrote it; empty when it is good.
 
-    engines: those that must load it (files of export/engines), for the biases they load. artifact: what was exported.
+    engines: those that must load it (files of export/engines). artifact: what was exported. tp: ranks of tensor
+    parallelism that it is to be served on. values: False for configs and headers alone.
     Example: `check("runs/demo/export/awq", ["vllm"]) == []`.
     """
     folder = Path(directory)
@@ -40,8 +44,10 @@ def check(directory: Path | str, engines: Collection[str], artifact: Artifact | 
         return [Fault("config", str(folder), str(error), "the gate must be able to read it", "export it again")]
     levels: list[Callable[[], Iterator[Fault]]] = [
         partial(_lint_names.check, export, engines),
-        partial(_lint_values.check, export),
+        partial(_engines, export, engines, tp),
     ]
+    if values:
+        levels.append(partial(_lint_values.check, export))
     if artifact is not None:
         levels.append(partial(_lint_values.compare, export, artifact))
     for level in levels:
@@ -49,6 +55,21 @@ def check(directory: Path | str, engines: Collection[str], artifact: Artifact | 
         if faults:
             return faults
     return []
+
+
+def _engines(export: Export, engines: Collection[str], tp: int) -> Iterator[Fault]:
+    for engine in sorted(engines):
+        if export.comp_bias and engine != "vllm_plugin":
+            what = f"quant_method tare, with a comp_bias for {', '.join(sorted(export.comp_bias))}"
+            yield Fault("engine", "config.json", what, f"only vllm with tare-vllm loads it, not {engine}", "install it")
+    rules = {"vllm" if engine == "vllm_plugin" else engine for engine in engines}
+    for engine in sorted(rules & set(plugins.names("gate.engines"))):
+        yield from plugins.find("gate.engines", engine).check(export, tp)
+
+
+def is_note(fault: Fault) -> bool:
+    """Whether engines load it all the same and round once more: a loss that is a fault in our exports only."""
+    return fault.kind == "rounded" or (fault.kind == "shared" and fault.where.endswith(".weight_scale"))
 
 
 def report(faults: Collection[Fault], at_most: int = 20) -> Iterator[str]:

@@ -167,3 +167,41 @@ def verify(
 
     _speak(False, quiet, as_json)
     raise typer.Exit(verify.main(folders))
+
+
+@app.command()
+def lint(
+    directory: Annotated[Path, typer.Argument(help="folder of a quantized checkpoint, whoever wrote it")],
+    engine: Annotated[list[str], typer.Option(help="vllm, trtllm or transformers; may be repeated")],
+    tp: Annotated[int, typer.Option(min=1, help="ranks of tensor parallelism")] = 1,
+    headers: Annotated[bool, typer.Option("--headers", help="read configs and headers only")] = False,
+) -> None:
+    """Say what an engine would reject, misread or drop in a checkpoint. Exit code 1 when there is anything."""
+    from gate._lint_command import main
+
+    raise typer.Exit(main(directory, engine, tp, headers))
+
+
+@app.command()
+def engines() -> None:
+    """Print how a bias reaches each engine, by architecture and linear, as in the README."""
+    from export.engines._table import table
+
+    typer.echo(table(), nl=False)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def serve(
+    directory: Annotated[Path, typer.Argument(help="a released directory")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="passed on to the engine's server")] = None,
+    engine: Annotated[str | None, typer.Option(help="vllm or trtllm; the one that is installed when left out")] = None,
+) -> None:
+    """Start the installed engine on a released directory, with the options in its serve/."""
+    from export.engines._serve_command import main
+    from qat import report
+
+    try:
+        main(directory, engine, arguments or [])
+    except ValueError as error:
+        report.complain(str(error))
+        raise typer.Exit(1) from None

@@ -118,8 +118,10 @@ class TensorFormat(Section):
         return f"{self.dtype}-{grain}{'' if self.symmetric else '-asym'}{'-dynamic' if self.dynamic else ''}"
 
 
-# what engines run beside quantized activations: (dtype, weights per) -> inputs (per, group size, dynamic)
+# what engines run beside quantized activations: (dtype, weights per) -> inputs (per, group size, dynamic), of the same
+# dtype but for int4
 PAIRS = {
+    ("int4", "group"): ("tensor", None, False),
     ("int8", "channel"): ("token", None, True),
     ("fp8_e4m3", "channel"): ("token", None, True),
     ("fp8_e4m3", "tensor"): ("tensor", None, False),
@@ -128,8 +130,10 @@ PAIRS = {
 
 
 def kind_of(weights: TensorFormat, inputs: TensorFormat | None) -> str:
-    """What an export format must be able to hold for a linear: int4, int4-asym, int8, w8a8, fp8-channel, fp8-tensor or
-    fp8-block. w8a8 is int8 in weights and inputs."""
+    """What an export format must be able to hold for a linear: int4, int4-asym, int8, w4a8, w8a8, fp8-channel,
+    fp8-tensor or fp8-block. w8a8 is int8 in weights and inputs, w4a8 int4 weights with fp8 inputs."""
+    if weights.dtype == "int4" and inputs is not None:
+        return "w4a8"
     if weights.dtype == "int8":
         return "int8" if inputs is None else "w8a8"
     return f"fp8-{weights.per}" if not weights.is_int else "int4" if weights.symmetric else "int4-asym"
@@ -159,10 +163,11 @@ class Scheme(Section):
             if not fmt.is_int and fmt.per == "group":
                 raise ValueError(f"{what}: fp8_e4m3 weights take per: tensor, channel or block, not a group_size")
         if inputs is not None:
-            if inputs.dtype != weights.dtype or (weights.dtype, weights.per) not in PAIRS:
+            fits = inputs.dtype == _inputs_of(weights.dtype) and weights.symmetric
+            if not fits or (weights.dtype, weights.per) not in PAIRS:
                 raise ValueError(
-                    f"{weights} weights with {inputs} inputs are run by no engine; leave scheme.inputs out for int4 "
-                    f"and groups, or take {_pairs(weights.dtype if weights.dtype != 'int4' else 'int8')}"
+                    f"{weights} weights with {inputs} inputs are run by no engine; leave scheme.inputs out, or take "
+                    f"{_pairs(weights.dtype)}"
                 )
             if (inputs.per, inputs.group_size, inputs.dynamic) != PAIRS[weights.dtype, str(weights.per)]:
                 raise ValueError(
@@ -213,10 +218,14 @@ class Scheme(Section):
 KV_CACHE = TensorFormat(dtype="fp8_e4m3", per="tensor")
 
 
+def _inputs_of(dtype: str) -> str:
+    return "fp8_e4m3" if dtype == "int4" else dtype
+
+
 def _pairs(dtype: str) -> str:
     """The pairs of weights and inputs of one dtype, in words."""
     return " or ".join(
-        f"weights {{dtype: {dtype}, per: {per}}} with inputs {{dtype: {dtype}, per: {inputs}"
+        f"weights {{dtype: {dtype}, per: {per}}} with inputs {{dtype: {_inputs_of(of)}, per: {inputs}"
         + (f", group_size: {size}" if size else "")
         + f", dynamic: {str(dynamic).lower()}}}"
         for (of, per), (inputs, size, dynamic) in PAIRS.items()

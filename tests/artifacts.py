@@ -134,7 +134,8 @@ def make(
                 linears[name] = fmt
                 rows, columns = stored.pop(f"{name}.weight").shape
                 q = _random(rows, columns, fmt, scale, random)
-                static = static_of[name].clone() if fmt.per == "tensor" else None
+                is_static = parsed.inputs is not None and not parsed.inputs.dynamic
+                static = static_of[name].clone() if is_static else None
                 stored |= block_tensors(name, q, static, None)
         if parsed.kv_cache is not None:
             keys, values = torch.rand(2, 1, generator=random) * 0.01 + 1e-3

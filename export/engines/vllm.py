@@ -14,7 +14,7 @@ LOADS = {
     "awq": {"int4", "int4-asym"},
     "gptq": {"int4", "int8"},
     "compressed_tensors": {"int4", "int4-asym", "int8", "w8a8", "fp8-channel", "fp8-tensor", "fp8-block"},
-    "modelopt": {"fp8-tensor", "fp8-block"},
+    "modelopt": {"fp8-channel", "fp8-tensor", "fp8-block"},
     "dense": {"int4", "int4-asym", "int8", "w8a8", "fp8-channel", "fp8-tensor", "fp8-block"},
 }
 KV_CACHE = {
@@ -61,13 +61,43 @@ def _check_experts(found: Sequence[Layer], arch: Arch) -> None:
 
 def launch(directory_name: str, config: dict[str, Any]) -> dict[str, str]:
     """Files by path that start the server. directory_name: of the checkpoint. config: of the exported directory."""
-    needs = ""
-    if (config.get("quantization_config") or {}).get("quant_method") == "modelopt":
-        needs = "# FP8 with one scale per tensor needs a GPU of compute capability 8.9 or newer.\n"
+    quantization = config.get("quantization_config") or {}
+    needs, cache = "", ""
+    if quantization.get("quant_method") == "modelopt":
+        needs = "# FP8 with static or channel scales needs a GPU of compute capability 8.9 or newer.\n"
+    if quantization.get("quant_method") == "tare":
+        needs = "# Needs the package tare-vllm beside vLLM, which carries the biases of linears without a slot.\n"
+    if quantization.get("kv_cache_scheme") or quantization.get("base", {}).get("kv_cache_scheme"):
+        cache = " --kv-cache-dtype fp8"
     script = f"""#!/bin/sh
 # Serve this checkpoint with vLLM: OpenAI-compatible API on port 8000. Arguments are passed on, e.g. --port 9000.
 # The quantization is found in config.json; do not pass --quantization.
-{needs}cd "$(dirname "$0")/.." || exit 1
-exec vllm serve . --served-model-name {directory_name} --dtype {config["dtype"]} "$@"
+{needs}# CONTEXT=N   longest sequence in tokens; by default the model's own ({config["max_position_embeddings"]})
+# PRIORITY=1  requests may carry "priority": lower is served earlier
+{_stretch(config)}cd "$(dirname "$0")/.." || exit 1
+[ -z "$CONTEXT" ] || set -- --max-model-len "$CONTEXT" "$@"
+[ -z "$PRIORITY" ] || set -- --scheduling-policy priority "$@"
+exec vllm serve . --served-model-name {directory_name} --dtype {config["dtype"]}{cache} "$@"
 """
     return {"serve/vllm.sh": script}
+
+
+def _stretch(config: dict[str, Any]) -> str:
+    """Lines for a longer context by dynamic NTK or YaRN, for models whose rotary embedding is the plain one."""
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default" or "rope_theta" not in rope:
+        return ""
+    length = config["max_position_embeddings"]
+    theta = f'"rope_theta": {rope["rope_theta"]}'
+    # the whole dict is replaced, so the base belongs in it; of yarn vLLM does not multiply the length itself
+    return f"""# STRETCH=F   F times that context (a whole number) by dynamic NTK, or with METHOD=yarn by YaRN
+if [ -n "$STRETCH" ]; then
+  case "${{METHOD:-dynamic}}" in
+    dynamic) rope='{{"rope_type": "dynamic", {theta}, "factor": '$STRETCH'}}' more= ;;
+    yarn) rope='{{"rope_type": "yarn", {theta}, "original_max_position_embeddings": {length}, "factor": '$STRETCH'}}'
+      more=', "max_position_embeddings": '$(({length} * STRETCH)) ;;
+    *) echo "METHOD is dynamic or yarn, not $METHOD" >&2; exit 2 ;;
+  esac
+  set -- --hf-overrides '{{"rope_parameters": '"$rope$more"'}}' "$@"
+fi
+"""

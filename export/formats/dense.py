@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from export._layers import Layer, check_cache, check_kinds, layers
+from export._layers import Layer, check_cache, check_kinds, check_slots, layers
 from export._writer import Lazy, tensors, write_checkpoint
 from export.carrier import Carrier
 from qat.artifact import Artifact
@@ -28,6 +28,7 @@ KV_CACHE = False
 
 def check(artifact: Artifact, carrier: Carrier) -> None:
     """Raise ValueError for a layer that the format has no place for."""
+    check_slots("dense", carrier)
     check_kinds("dense", layers(artifact), HOLDS, MIXED_GROUPS)
     check_cache("dense", artifact)
 

@@ -21,11 +21,11 @@ import torch
 
 from export import _pack
 from export._layers import Layer, check_cache, check_kinds, check_multiples, layers
-from export._writer import Lazy, exactly, write_checkpoint
+from export._writer import Lazy, exactly, write_checkpoint, write_json
 from export.carrier import Carrier
 from qat.artifact import Artifact
 
-VERSION = 2
+VERSION = 3
 HOLDS = {"int4", "int8"}
 MIXED_GROUPS = True
 KV_CACHE = False
@@ -63,10 +63,9 @@ def write(artifact: Artifact, out: Path, carrier: Carrier, shard_bytes: int) -> 
         "lm_head": False,
         "checkpoint_format": "gptq",
     }
-    # vLLM finds skipped linears in the files, other readers here
-    dynamic: dict[str, dict[str, Any]] = {
-        f"-:^{re.escape(name)}$": {} for name in carrier.linears() if name not in artifact.formats
-    }
+    # vLLM finds skipped linears in the files, but experts, which it asks for as a whole, and other readers all, here
+    skipped = [name for name in carrier.unquantized(artifact.formats) if name != carrier.arch.head]
+    dynamic: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in skipped}
     for layer in found:
         if _options(layer) != usual:
             owner, _, leaf = layer.name.rpartition(".")
@@ -75,6 +74,7 @@ def write(artifact: Artifact, out: Path, carrier: Carrier, shard_bytes: int) -> 
     if dynamic:
         quantization["dynamic"] = dynamic
     write_checkpoint(artifact, out, carrier, shard_bytes, _parts, quantization)
+    write_json(quantization, out / "quantize_config.json")  # without it AutoGPTQ 0.7 does not open a local folder
 
 
 Options = tuple[tuple[str, int], ...]

@@ -22,12 +22,13 @@ def open_export(directory: Path | str) -> Export:
     """
     folder = Path(directory)
     name, quantization = detect(folder)
-    export: Export = plugins.find("gate.readers", name).Reader(folder, quantization)
+    carried = quantization.get("comp_bias") or ()
+    export: Export = plugins.find("gate.readers", name).Reader(folder, quantization.get("base", quantization), carried)
     return export
 
 
 def detect(folder: Path) -> tuple[str, dict[str, Any]]:
-    """(file of gate/readers, its quantization config). `dense` and {} for a plain checkpoint."""
+    """(file of gate/readers, quantization config). `dense` and {} for a plain checkpoint."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json; give the folder of an exported checkpoint")
     inline = _read(folder / "config.json").get("quantization_config") or {}
@@ -41,6 +42,8 @@ def detect(folder: Path) -> tuple[str, dict[str, Any]]:
         return "modelopt", inline
     if not inline:
         return "dense", {}
+    if method == "tare":  # a stock format, and biases for the plugin tare-vllm
+        method = str((inline.get("base") or {}).get("quant_method"))
     if method not in FORMAT_OF:
         raise ValueError(
             f"{folder}: quant_method {method!r} is not one that the gate reads "

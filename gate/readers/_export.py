@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,6 +23,7 @@ from qat.model import skeleton
 # of fp8; or activations left alone
 InputQuant = Literal["token", "int8-token", "group"] | Tensor | None
 BLOCK = 128
+COMP = ".comp_bias"
 FLOATS = ("F16", "BF16", "F32")
 
 
@@ -51,13 +52,14 @@ class Export(ABC):
     that the architecture does not declare is shown as well: `gate/lint.py` is what refuses it.
 
     A format gives PARTS (tensors beside X.weight and X.bias that make X a quantized linear) and the methods below.
+    comp_bias: linears, relative to a block, whose bias is stored for tare-vllm, as X.comp_bias; shown as X.bias.
     Raises ValueError for a directory that contradicts the format.
     """
 
     PARTS: frozenset[str] = frozenset()
 
-    def __init__(self, folder: Path, quantization: dict[str, Any]) -> None:
-        self.folder, self.quantization = folder, quantization
+    def __init__(self, folder: Path, quantization: dict[str, Any], comp_bias: Collection[str] = ()) -> None:
+        self.folder, self.quantization, self.comp_bias = folder, quantization, frozenset(comp_bias)
         self.format = type(self).__module__.rpartition(".")[2]
         self.config = AutoConfig.from_pretrained(folder)
         self.config.__dict__.pop("quantization_config", None)
@@ -163,9 +165,12 @@ class Export(ABC):
     def names(self) -> list[str]:
         """Names as in a plain Hugging Face checkpoint."""
         shown = {name for name in self.stored.keys() - self._hidden if not name.endswith((".k_scale", ".v_scale"))}
+        shown = {f"{name.removesuffix(COMP)}.bias" if name.endswith(COMP) else name for name in shown}
         return sorted(shown | {f"{name}.weight" for name in self.linears})
 
     def get(self, name: str) -> Tensor:
+        if name not in self.stored and name.endswith(".bias"):
+            return self.raw(name.removesuffix(".bias") + COMP)
         owner = name.removesuffix(".weight")
         return self.weight(owner) if name.endswith(".weight") and owner in self._quantized else self.raw(name)
 

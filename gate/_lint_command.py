@@ -1,0 +1,36 @@
+"""`tare lint`: the lint of any checkpoint directory, for a person."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gate import lint
+from qat import plugins
+
+
+def main(directory: Path, engines: Sequence[str], tp: int, headers_only: bool) -> int:
+    """Print faults, headers first; gives the exit code: 0 none, 1 some, 2 for an engine that is not known."""
+    for engine in engines:
+        try:
+            plugins.check("export.engines", engine)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    start = time.perf_counter()
+    faults = lint.check(directory, engines, tp=tp, values=False)
+    seconds = time.perf_counter() - start
+    if not faults:
+        print(f"{directory}: configs and headers are good for {', '.join(engines)}, {tp} ranks ({seconds:.1f} s)")
+        if not headers_only:
+            found = lint.check(directory, engines, tp=tp)
+            faults = [fault for fault in found if not lint.is_note(fault)]
+            for line in lint.report([fault for fault in found if lint.is_note(fault)], at_most=5):
+                print(f"note: {line}")
+            if not faults:
+                print(f"{directory}: so are the values ({time.perf_counter() - start:.1f} s)")
+    for line in lint.report(faults):
+        print(line)
+    return 1 if faults else 0
