@@ -57,8 +57,8 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "TARE_PROGRESS": "0", "HF_HUB_OFFLINE": "1"}
 
 
-def killer(text: Path, stage: str, points: list[tuple[Path, int | None]]) -> str:
-    said = [stage, [(str(folder), at) for folder, at in points], *COMMAND, f"data.training.source={text}"]
+def killer(text: Path, stage: str, points: list[tuple[Path, int | None]], extra: tuple[str, ...] = ()) -> str:
+    said = [stage, [(str(folder), at) for folder, at in points], *COMMAND, f"data.training.source={text}", *extra]
     command = [sys.executable, "-c", KILLER, json.dumps(said)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -67,7 +67,8 @@ def killer(text: Path, stage: str, points: list[tuple[Path, int | None]]) -> str
 
 def results(run: Path) -> dict[str, bytes]:
     """Every byte that a stage made, manifests (which hold times) and the table of seconds apart."""
-    paths = [path for stage in ("train", "export") for path in run.glob(f"{stage}-*/**/*") if path.is_file()]
+    stages = ("calibrate", "train", "export")
+    paths = [path for stage in stages for path in run.glob(f"{stage}-*/**/*") if path.is_file()]
     return {str(p.relative_to(run)): p.read_bytes() for p in paths if p.name not in ("manifest.json", "seconds.csv")}
 
 
@@ -113,6 +114,30 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
         assert not list(folder.rglob("*.part*")), at
         status = json.loads((folder / "micro" / "summary.json").read_text())
         assert status["status"] == "ungated"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "methods",
+    [
+        ("calibrate.transform=awq", "calibrate.round=gptq"),
+        ("calibrate.round={name: learned, steps: 3}", "compute.activation_gb=1.0e-9"),
+        ("calibrate.range=kl",),
+    ],
+    ids=["awq gptq", "learned, states on disk", "kl"],
+)
+def test_a_killed_calibration_goes_on_to_the_same_bytes(text: Path, tmp_path: Path, methods: tuple[str, ...]) -> None:
+    extra = (*methods, "until=calibrate")
+    said = killer(text, "calibrate", [(tmp_path / "whole", None)], extra)
+    total = int(said.split("EVENTS ")[1].split()[0])
+    points = sorted({1, *range(2, total, total // 5), total})
+    said = killer(text, "calibrate", [(tmp_path / f"at{at}", at) for at in points], extra)
+    statuses = [line.split()[1:] for line in said.splitlines() if line.startswith("STATUS")]
+    assert statuses == [["9", "0"]] * len(points), said
+    expected = results(tmp_path / "whole" / "micro")
+    assert any("block-00001.safetensors" in name for name in expected)
+    for at in points:
+        assert results(tmp_path / f"at{at}" / "micro") == expected, at
 
 
 @pytest.mark.slow
