@@ -70,7 +70,7 @@ def test_every_shipped_plugin_states_its_constants(package: str) -> None:
         has = hasattr(plugins.find("calibrate.range", name), "find_input")
         assert has == bool(plugins.literal("calibrate.range", name, "INPUTS"))
     for name in plugins.names("export.formats"):
-        kinds = {"int4", "int4-asym", "int8", "w8a8", "fp8-channel", "fp8-tensor", "fp8-block"}
+        kinds = {"int4", "int4-asym", "int8", "w4a8", "w8a8", "fp8-channel", "fp8-tensor", "fp8-block"}
         assert plugins.literal("export.formats", name, "HOLDS") <= kinds
         assert plugins.literal("export.formats", name, "MIXED_GROUPS") in (True, False)
         assert plugins.literal("export.formats", name, "KV_CACHE") in (True, False)

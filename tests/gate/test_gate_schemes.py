@@ -129,7 +129,7 @@ FAULTS = {  # what is planted -> (form, kind, cache, change, kind of the fault, 
     "cache scale of zero": (
         "compressed_tensors", "int4", True, lambda t: t.update({CACHE0: torch.zeros(1)}), "scale", CACHE0),
     "cache scale in bfloat16": (
-        "compressed_tensors", "int4", True, lambda t: t.update({CACHE0: torch.ones(1).bfloat16()}), "shape", CACHE0),
+        "compressed_tensors", "int4", True, lambda t: t.update({CACHE0: torch.ones(1).bfloat16()}), "source", CACHE0),
     "another cache scale": (
         "modelopt", "fp8-tensor", True, lambda t: t[f"{K0}.k_scale"].mul_(2), "source", f"{K0}.k_scale"),
     "cache scale that is not declared": (
