@@ -20,9 +20,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def values(seed: int, size: int) -> torch.Tensor:
-    """Float32 of very different magnitude and either sign."""
+    """Float32 of very different magnitude and either sign, none midway between two of bfloat16."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, generator=generator) * torch.exp(8 * torch.randn(size, generator=generator))
+    x = torch.randn(size, generator=generator) * torch.exp(8 * torch.randn(size, generator=generator))
+    return (x.view(torch.int32) | 1).view(torch.float32)
 
 
 def counted(x: torch.Tensor, **how: object) -> Histogram:
