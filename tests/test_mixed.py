@@ -189,7 +189,7 @@ def test_a_group_that_loses_nothing_adds_nothing() -> None:
 def test_bits_are_those_that_the_gate_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """End to end: measure, choose, run what was written, and read the export back."""
     monkeypatch.chdir(tmp_path)
-    common = [f"output={tmp_path / 'runs'}", "train=null", "recipe=micro.yaml", "gate={lint: {}, statistics: {max_parent_perplexity: 1000}}"]
+    common = [f"output={tmp_path / 'runs'}", "train=null", "recipe=micro.yaml"]
     own = ["bits=5.2", "out=mix.yaml", "candidates=[{dtype: int8}, skip]"]
     assert command.main([*common, *own]) == 0
     snippet = yaml.safe_load((tmp_path / "runs/micro-sensitivity/overrides.yaml").read_text())
