@@ -198,7 +198,7 @@ class Block:
             if on_grid is not None:
                 put(self.model, f"{name}.bias", on_grid)
             with self.seconds.of("table"):
-                row = table.line(name, weight, fmt, q, ranges[name], stats, self.plain.get(name))
+                row = table.line(name, weight, fmt, q, ranges[name], stats, self.plain.get(name), used[0] == "max")
             change = None if bias is None or on_grid is None else (on_grid - bias.float()).abs().max().item()
             row |= {"range": used[0], "round": used[1], "bias_change": change, "treatment": treatment}
             self.rows.append(row)

@@ -64,12 +64,14 @@ def line(
     chosen: tuple[Tensor, Tensor | None],
     inputs: InputStats | None,
     plain: float | None,
+    unclipped: bool = False,
 ) -> dict[str, Any]:
     """The numbers of one linear. weight: float32 (N, K), the transformed parent's. chosen: scale and zero of its range.
 
-    plain: `rtn_error` before the transform.
+    plain: `rtn_error` before the transform. unclipped: that range is the one of RTN, which then is not searched again.
     """
-    plain_rtn, importance = rtn(weight, fmt), _importance(inputs)
+    importance = _importance(inputs)
+    plain_rtn = nearest.codes(weight, *chosen, fmt, None, nearest.Options()) if unclipped else rtn(weight, fmt)
     states = {"rtn": plain_rtn, "range": plain_rtn, "": q}
     if not torch.equal(chosen[0], plain_rtn.scale) or not _same(chosen[1], plain_rtn.zero):
         states["range"] = nearest.codes(weight, *chosen, fmt, None, nearest.Options())
