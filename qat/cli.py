@@ -91,6 +91,8 @@ def _speak(no_progress: bool, quiet: bool, as_json: bool) -> None:
         os.environ["TARE_PROGRESS"] = "0"
     if quiet or as_json:
         os.environ["TARE_LOG"] = "quiet" if quiet else "json"
+    if (asked := os.environ.get("TARE_LOG", "")) not in ("", "text", "json", "quiet"):
+        raise typer.BadParameter(f"TARE_LOG is {asked!r}; it may be text, json or quiet")
 
 
 @app.command(cls=RecipeCommand)
@@ -172,11 +174,13 @@ def verify(
 @app.command()
 def lint(
     directory: Annotated[Path, typer.Argument(help="folder of a quantized checkpoint, whoever wrote it")],
-    engine: Annotated[list[str], typer.Option(help="vllm, trtllm or transformers; may be repeated")],
+    engine: Annotated[list[str], typer.Option(help="vllm, trtllm, transformers or vllm_plugin; may be repeated")],
     tp: Annotated[int, typer.Option(min=1, help="ranks of tensor parallelism")] = 1,
     headers: Annotated[bool, typer.Option("--headers", help="read configs and headers only")] = False,
 ) -> None:
     """Say what an engine would reject, misread or drop in a checkpoint. Exit code 1 when there is anything."""
+    if not directory.is_dir():
+        raise typer.BadParameter(f"{directory} is no folder; give that of a checkpoint, such as a released FORMAT")
     from gate._lint_command import main
 
     raise typer.Exit(main(directory, engine, tp, headers))

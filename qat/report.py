@@ -73,7 +73,7 @@ def complain(text: str) -> None:
     """An error, on stderr, once on each machine: local rank 0 prints it."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    if log_format() == "json":
+    if os.environ.get("TARE_LOG") == "json":  # not `log_format`: what is wrong may be that setting
         event("error", {"text": text}, stderr=True)
     else:
         console(stderr=True).print(text, markup=False)

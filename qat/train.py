@@ -45,6 +45,11 @@ def run(recipe: Recipe) -> int:
 def main(argv: list[str]) -> int:
     """Run a recipe from a command line; returns the exit code."""
     try:
+        report.log_format()
+    except ValueError as error:  # before the run's folder is touched
+        report.complain(str(error))
+        return 2
+    try:
         return run(load(argv))
     except RecipeError as error:
         report.complain(str(error))

@@ -82,3 +82,14 @@ def test_metrics_go_on_where_a_resume_begins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0s"), (89, "89s"), (120, "2m"), (3900, "1h05m"), (3599, "1h00m")])
 def test_durations(seconds: float, text: str) -> None:
     assert report.duration(seconds) == text
+
+
+def test_a_wrong_log_format_is_one_line_and_touches_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from qat.train import main
+
+    monkeypatch.setenv("TARE_LOG", "loud")
+    assert main(["recipe=micro.yaml", f"output={tmp_path}"]) == 2
+    assert "TARE_LOG is 'loud'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
