@@ -9,8 +9,13 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
+from hypothesis import settings
 
 from qat import plugins
+
+# the same examples on every run; `--hypothesis-profile default` looks for new ones
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 DTYPES = "DTYPES = {'int4', 'int8', 'fp8_e4m3'}\n"
 PLUGINS = {

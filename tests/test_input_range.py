@@ -54,7 +54,8 @@ def test_levels_are_where_the_format_rounds_to(fmt: TensorFormat, seed: int, sca
     grid = levels(fmt)
     ours = grid[nearest(x.double(), s, grid)[0]] * s.double()
     theirs = stored(x, s, fmt).double()
-    torch.testing.assert_close((ours - x).abs(), (theirs - x).abs(), rtol=1e-4, atol=1e-6 * scale)
+    # theirs is a float32 product of up to 448 * scale
+    torch.testing.assert_close((ours - x).abs(), (theirs - x).abs(), rtol=1e-4, atol=1e-4 * scale)
 
 
 def test_max_is_the_largest_value_over_the_largest_code() -> None:
