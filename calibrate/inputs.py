@@ -41,6 +41,7 @@ class InputStats:
         self.amax = zeros("amax", in_features)
         self._sum_abs = zeros("mean_abs", in_features, dtype=torch.float64)
         self._gram = zeros("hessian", in_features, in_features)
+        self._hessian: Tensor | None = None
         squares = zeros("second_moment", in_features, dtype=torch.float64)
         self._sum_squares = squares if self._gram is None else None  # else it is the diagonal of the Hessian
         self._weighted_gram = zeros("kl_hessian", in_features, in_features)
@@ -58,7 +59,9 @@ class InputStats:
 
     @property
     def hessian(self) -> Tensor | None:
-        return None if self._gram is None else self._mean(mirrored(self._gram))
+        if self._hessian is None and self._gram is not None:  # large: made once, and anew after a change
+            self._hessian = mirrored(self._gram).div_(max(1, self.num_tokens))
+        return self._hessian
 
     @property
     def kl_hessian(self) -> Tensor | None:
@@ -70,7 +73,7 @@ class InputStats:
     @torch.no_grad()
     def update(self, x: Tensor, token_weight: Tensor | None = None) -> None:
         """Add inputs (..., K) of any floating dtype. token_weight: (...) float32, for `kl_hessian`."""
-        x = x.flatten(0, -2)
+        x, self._hessian = x.flatten(0, -2), None
         self.num_tokens += len(x)
         if self._gram is not None:
             add_gram(self._gram, x)
@@ -97,6 +100,7 @@ class InputStats:
         """
         if self.histogram is not None:
             raise ValueError("a histogram cannot be rescaled by channel; gather it after the transform")
+        self._hessian = None
         for vector in (self.amax, self._sum_abs):
             if vector is not None:
                 vector /= divisor
@@ -111,6 +115,7 @@ class InputStats:
         """Put the statistics of all ranks together; every rank ends with the same. Nothing to do in one process."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
+        self._hessian = None
         count = torch.tensor([self.num_tokens], dtype=torch.int64, device=self.device)
         dist.all_reduce(count)
         self.num_tokens = int(count.item())

@@ -250,7 +250,9 @@ class _Runner:
         if self.whole_block:
             streams.advance(index, "parent")  # before anything changes in the module
         name = "quantized" if self.prefix else "parent"
-        if self.transform_needs:
+        # statistics that can be brought in line with a transform are gathered in one pass with those it needs
+        together = bool(self.transform_needs) and not self.prefix and "histogram" not in self.needs
+        if self.transform_needs and not together:
             block.transform(streams.watch(index, name, self.transform_needs, move=False))
         if self.whole_block:
             stats = streams.watch(index, name, self.needs, move=False)
@@ -261,7 +263,10 @@ class _Runner:
             elif self.prefix:
                 streams.in_order(index, name, self.needs, block.quantize)
             else:
-                stats = streams.watch(index, name, self.needs, move=True)
+                needs = self.needs | self.transform_needs if together else self.needs
+                stats = streams.watch(index, name, needs, move=True)
+                if together:
+                    block.transform(stats)
                 for group in block.groups:
                     block.quantize(group, stats[group[0]])
         if recorder:

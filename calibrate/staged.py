@@ -9,6 +9,7 @@ ways compute the same numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
@@ -18,80 +19,69 @@ class _Reached(Exception):
     """Leaves a forward pass at the group it was for."""
 
 
-def run(
-    forwards: Sequence[Callable[[], Tensor]],
-    groups: Sequence[nn.Module],
-    see: Callable[[int, int, Tensor], None],
-    ready: Callable[[int], None],
-    done: Callable[[int, Tensor], None],
-    hold: bool = True,
-) -> None:
-    """Take every batch through the block.
+@dataclass(frozen=True)
+class Passage:
+    """What happens on the way through one block.
 
     forwards: gives the block's output for one batch. groups: the module of each group that is called first, in the
     order they run; a batch may leave some out (experts). see(group, batch, input): what a batch brings to a group.
-    ready(group): all batches have; quantize it now. done(batch, output). hold: let stopped batches wait in memory.
+    ready(group): all batches have; quantize it now. done(batch, output).
     """
-    (_held if hold else _replayed)(forwards, groups, see, ready, done)
 
+    forwards: Sequence[Callable[[], Tensor]]
+    groups: Sequence[nn.Module]
+    see: Callable[[int, int, Tensor], None]
+    ready: Callable[[int], None]
+    done: Callable[[int, Tensor], None]
 
-def _held(
-    forwards: Sequence[Callable[[], Tensor]],
-    groups: Sequence[nn.Module],
-    see: Callable[[int, int, Tensor], None],
-    ready: Callable[[int], None],
-    done: Callable[[int, Tensor], None],
-) -> None:
-    main = getcurrent()
+    def run(self, hold: bool = True) -> None:
+        """Take every batch through the block. hold: let stopped batches wait in memory."""
+        (self._held if hold else self._replayed)()
 
-    def stop(group: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            main.switch((group, args[0]))
+    def _held(self) -> None:
+        main = getcurrent()
 
-        return hook
+        def stop(group: int) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+                main.switch((group, args[0]))
 
-    handles = [module.register_forward_pre_hook(stop(group)) for group, module in enumerate(groups)]
-    workers = [greenlet(forward) for forward in forwards]
-    try:
-        stops = [worker.switch() for worker in workers]
-        for group in range(len(groups)):
-            here = [i for i, worker in enumerate(workers) if not worker.dead and stops[i][0] == group]
-            for batch in here:
-                see(group, batch, stops[batch][1])
-                stops[batch] = (group, None)
-            ready(group)
-            for batch in here:
-                stops[batch] = workers[batch].switch()
-        for batch, worker in enumerate(workers):
-            assert worker.dead, "a group of linears ran twice, or out of order"
-            done(batch, stops[batch])
-            stops[batch] = None
-    finally:
-        for handle in handles:
-            handle.remove()
+            return hook
 
-
-def _replayed(
-    forwards: Sequence[Callable[[], Tensor]],
-    groups: Sequence[nn.Module],
-    see: Callable[[int, int, Tensor], None],
-    ready: Callable[[int], None],
-    done: Callable[[int, Tensor], None],
-) -> None:
-    for group, module in enumerate(groups):
-        for batch, forward in enumerate(forwards):
-
-            def hook(_: nn.Module, args: tuple[Tensor, ...], group: int = group, batch: int = batch) -> None:
-                see(group, batch, args[0])
-                raise _Reached
-
-            handle = module.register_forward_pre_hook(hook)
-            try:
-                forward()
-            except _Reached:
-                pass
-            finally:
+        handles = [module.register_forward_pre_hook(stop(group)) for group, module in enumerate(self.groups)]
+        workers = [greenlet(forward) for forward in self.forwards]
+        try:
+            stops = [worker.switch() for worker in workers]
+            for group in range(len(self.groups)):
+                here = [i for i, worker in enumerate(workers) if not worker.dead and stops[i][0] == group]
+                for batch in here:
+                    self.see(group, batch, stops[batch][1])
+                    stops[batch] = (group, None)
+                self.ready(group)
+                for batch in here:
+                    stops[batch] = workers[batch].switch()
+            for batch, worker in enumerate(workers):
+                assert worker.dead, "a group of linears ran twice, or out of order"
+                self.done(batch, stops[batch])
+                stops[batch] = None
+        finally:
+            for handle in handles:
                 handle.remove()
-        ready(group)
-    for batch, forward in enumerate(forwards):
-        done(batch, forward())
+
+    def _replayed(self) -> None:
+        for group, module in enumerate(self.groups):
+            for batch, forward in enumerate(self.forwards):
+
+                def hook(_: nn.Module, args: tuple[Tensor, ...], group: int = group, batch: int = batch) -> None:
+                    self.see(group, batch, args[0])
+                    raise _Reached
+
+                handle = module.register_forward_pre_hook(hook)
+                try:
+                    forward()
+                except _Reached:
+                    pass
+                finally:
+                    handle.remove()
+            self.ready(group)
+        for batch, forward in enumerate(self.forwards):
+            self.done(batch, forward())

@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from calibrate import sensitivity, staged
+from calibrate import sensitivity
 from calibrate.activations import DEVICE_BYTES, Activations
 from calibrate.block import Seconds, put
 from calibrate.inputs import InputStats
 from calibrate.kv import KvRecorder
+from calibrate.staged import Passage
 from qat.artifact import save_tensors
 from qat.checkpoint import SafetensorsFolder
 from qat.model import Model
@@ -175,7 +176,7 @@ class Streams:
         experts = len(groups) > len(self.model.arch.linears)  # many small groups: never anew for each
         forwards = [partial(self.forward, index, states, number) for number in range(len(states))]
         with self.seconds.of("forward, quantize"):
-            staged.run(forwards, first, see, ready, done, hold=waiting <= 2 * DEVICE_BYTES or experts)
+            Passage(forwards, first, see, ready, done).run(hold=waiting <= 2 * DEVICE_BYTES or experts)
 
     def _weights_of(self, linears: Mapping[str, object]) -> dict[str, Tensor]:
         """Token weights (num_windows, length) of the linears that have some."""

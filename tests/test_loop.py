@@ -12,64 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from qat import loop, resume, training
-from qat.artifact import Artifact, block_file, block_tensors, save_tensors
-from qat.checkpoint import SafetensorsFolder
+from qat import loop, resume
 from qat.losses import kl
-from qat.micro import make_micro
-from qat.model import Model
-from qat.parent import Parent
-from qat.quant import Quantized, grouped, max_scale, quantize, scale_to_grid
-from qat.sections import Train
 from qat.student import Student, run_blocks
-from qat.teacher import Resident
-from qat.tokens import Corpus, batches
-from tests.artifacts import ALL, make
-
-LENGTH, RATES = 16, {"bias": 3e-3, "scale": 3e-3}
-DEFAULTS: dict[str, Any] = {"loss": {"kl": 1.0}, "steps": 6, "batch": 4, "micro_batch": None, "warmup": 2,
-                            "temperature": 1.0, "seed": 5, "save_every": 1}  # fmt: skip
+from qat.tokens import batches
+from tests.bench import Bench
 
 
 class Killed(BaseException):
     """Stands for SIGKILL: nothing of ours catches it."""
-
-
-class Bench:
-    """A random teacher and its rounding to nearest, with scales a tenth too large: there is much to learn."""
-
-    def __init__(self, root: Path) -> None:
-        self.parent = Parent(make_micro(root / "micro"), "micro")
-        self.start = root / "start"
-        artifact, tensors = make(self.start, self.parent.config), self.parent.tensors
-        for index in range(2):
-            path = self.start / block_file(index)
-            stored = {name: tensors.get(name) for name in load_file(path) if name in tensors.names()}
-            for name in (name for name in artifact.formats if name.startswith(f"model.layers.{index}.")):
-                weight, fmt = tensors.get(f"{name}.weight").float(), artifact.formats[name]
-                scale = max_scale(grouped(weight, 32).abs().amax(-1), fmt)
-                q = Quantized(quantize(weight, scale, None, fmt), scale_to_grid(scale * 1.1))
-                stored |= block_tensors(name, q, None, None)
-            save_tensors(stored, path)
-        self.windows = torch.randint(257, (23, LENGTH), generator=torch.Generator().manual_seed(1))
-
-    def pair(self, learn: Any = RATES) -> tuple[Model, Student]:
-        teacher = Model(self.parent.config, SafetensorsFolder(self.parent.folder), resident=True)
-        return teacher, Student(teacher, Artifact(self.start), Train(learn=learn).learn, ALL)
-
-    def train(self, folder: Path, accelerator: Any = None, **changes: Any) -> tuple[Student, dict[str, Any]]:
-        folder.mkdir(exist_ok=True)
-        teacher, student = self.pair(changes.pop("rates", RATES))
-        accelerator = accelerator or Accelerator(cpu=True, mixed_precision="no")
-        history = loop.train(accelerator, Resident(teacher), student, self.windows, folder, **DEFAULTS | changes)
-        return student, history
 
 
 @pytest.fixture(scope="module")
@@ -291,94 +246,3 @@ def test_what_the_launcher_cannot_do(
     )
     with pytest.raises(ValueError, match=why):
         bench.train(tmp_path, accelerator, **changes)
-
-
-def run_stage(
-    bench: Bench, out: Path, learn: dict[str, Any], slots: Any = ALL, steps: int = 4, **more: Any
-) -> dict[str, Any]:
-    corpus = Corpus(bench.windows, "print", "text.txt")
-    train = Train(learn=learn, steps=steps, batch=4, length=LENGTH, **more)
-    out.mkdir()
-    return training.run(bench.parent, bench.start, corpus, train, slots, out, torch.device("cpu"), torch.float32)
-
-
-def test_the_stage_leaves_an_artifact_and_its_numbers(bench: Bench, tmp_path: Path) -> None:
-    metrics = run_stage(bench, tmp_path / "out", RATES)
-    assert metrics["kl_end"] < metrics["kl_start"] and metrics["ranks"] == 1 and len(metrics["loss"]) == 4
-    assert metrics["tokens"] == 4 * 4 * LENGTH
-    before, after = Artifact(bench.start), Artifact(tmp_path / "out")
-    added = set(after.stored()) - set(before.stored())
-    assert added == {f"{name}.bias" for name in before.formats}
-    changed = {name for name in before.stored() if not torch.equal(before.raw(name), after.raw(name))}
-    assert changed == {f"{name}.scale" for name in before.formats}
-    assert not any((tmp_path / "out" / name).exists() for name in (resume.RESUME, resume.HISTORY))
-
-
-def test_training_that_makes_it_worse_is_an_error_and_leaves_no_artifact(bench: Bench, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"made the model worse: KL .* went from .*; lower the rates in train\.learn"):
-        run_stage(bench, tmp_path / "out", {"bias": 300.0}, steps=2)
-    assert not (tmp_path / "out" / "artifact.json").exists()
-
-
-def test_a_result_that_is_no_number_is_worse(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = iter([0.1, math.nan])
-    monkeypatch.setattr(loop, "evaluate", lambda *_: next(said))
-    with pytest.raises(ValueError, match=r"went from 0\.1 to nan"):
-        run_stage(bench, tmp_path / "out", RATES, steps=1)
-
-
-def test_a_last_step_that_overflows_is_an_error(bench: Bench, tmp_path: Path) -> None:
-    with pytest.raises((ValueError, FloatingPointError)):
-        run_stage(bench, tmp_path / "out", {"bias": 1e30}, steps=1)
-    assert not (tmp_path / "out" / "artifact.json").exists()
-
-
-def test_without_a_slot_only_scales_are_learned(bench: Bench, tmp_path: Path) -> None:
-    run_stage(bench, tmp_path / "out", RATES, slots=())
-    assert json.loads((tmp_path / "out" / "artifact.json").read_text())["train"]["learned"] == ["scale"]
-    with pytest.raises(ValueError, match="has only bias, but the engines load none"):
-        run_stage(bench, tmp_path / "none", {"bias": 1e-3}, slots=())
-
-
-def test_every_source_of_the_teacher_leaves_the_same_kind_of_artifact(bench: Bench, tmp_path: Path) -> None:
-    resident = run_stage(bench, tmp_path / "resident", RATES)
-    hidden = run_stage(bench, tmp_path / "hidden", RATES, teacher="hidden")
-    top = run_stage(bench, tmp_path / "top", RATES, teacher=32)
-    assert hidden["loss"] == pytest.approx(resident["loss"], rel=1e-4)
-    assert hidden["kl_end"] == pytest.approx(resident["kl_end"], rel=1e-3)
-    assert top["kl_start"] == pytest.approx(resident["kl_start"], rel=1e-4)  # validation is exact
-    assert (
-        all(a < b for a, b in zip(top["loss"][:1], resident["loss"][:1], strict=True)) and 0 < top["teacher_tail"] < 1
-    )
-    for name in ("resident", "hidden", "top"):
-        files = {p.name for p in (tmp_path / name).iterdir()}
-        assert "artifact.json" in files and not any(f.startswith(("teacher", "resume")) for f in files)
-
-
-def test_nothing_to_recover_leaves_the_artifact_as_it_was(bench: Bench, tmp_path: Path) -> None:
-    metrics = run_stage(bench, tmp_path / "out", RATES, enough=1e3)
-    assert metrics["ended"] == "nothing to recover" and metrics["tokens"] == 0
-    before, after = Artifact(bench.start), Artifact(tmp_path / "out")
-    assert before.stored() == after.stored()
-    assert all(torch.equal(before.raw(name), after.raw(name)) for name in before.stored())
-
-
-@pytest.mark.parametrize(("more", "why"), [
-    ({"cuda_graph": True}, "train.cuda_graph is true, but this run computes on cpu"),
-    ({"teacher": 5000}, "train.teacher 5000 is more than the 257 tokens there are"),
-])  # fmt: skip
-def test_what_cannot_be_done_is_an_error(bench: Bench, tmp_path: Path, more: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        run_stage(bench, tmp_path / "out", RATES, **more)
-
-
-@pytest.mark.parametrize(("keys", "path"), [
-    ({"teacher": 64, "loss": {"kl": 1, "hidden": 1}}, "teacher"), ({"loss": "ce", "temperature": 2}, "temperature"),
-    ({"patience": 2}, "patience"), ({"validate_every": 300}, "validate_every"), ({"loss": {"kl": 0}}, "loss.kl"),
-    ({"loss": "mse"}, "loss.mse"), ({"teacher": 0}, "teacher.constrained-int"),
-    ({"learn": {"bias": {"rat": 1}}}, "learn.bias.rat"),
-])  # fmt: skip
-def test_keys_without_effect_and_out_of_range(keys: dict[str, Any], path: str) -> None:
-    with pytest.raises(ValidationError) as caught:
-        Train(**keys)
-    assert path in {".".join(str(p) for p in e["loc"] if p != "[key]") for e in caught.value.errors()}

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -55,8 +57,6 @@ def test_sizes_come_from_the_headers(model: Path) -> None:
 
 
 def test_a_gguf_header_is_read_like_the_gguf_package_writes_it(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
-    numpy = pytest.importorskip("numpy")
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_token_list(["a", "bc", "déf"])
     writer.add_array("numbers", [1.5, 2.5])

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from calibrate import staged, streams, table
+from calibrate import streams, table
 from calibrate.activations import Activations
 from calibrate.inputs import InputStats
 from calibrate.range import activation
 from calibrate.round import nearest
+from calibrate.staged import Passage
 from qat.artifact import Artifact
 from qat.checkpoint import SafetensorsFolder
 from qat.plugins import ROOT
@@ -81,8 +82,8 @@ def test_starting_anew_gives_the_bits_of_waiting(
     llama: Path, tmp_path: Path, prefix: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[bool] = []
-    through = staged.run
-    monkeypatch.setattr(staged, "run", lambda *a, hold: (used.append(hold), through(*a, hold=hold)))
+    through = Passage.run
+    monkeypatch.setattr(Passage, "run", lambda self, hold: (used.append(hold), through(self, hold)))
     run(llama, tmp_path / "held")
     monkeypatch.setattr(streams, "DEVICE_BYTES", 0)
     run(llama, tmp_path / "anew")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,10 +18,10 @@ from gate.readers import open_export
 from qat import plugins
 from qat.checkpoint import INDEX
 from tests.artifacts import SCHEMES, WIDE, config_of, make
+from tests.planting import config, drop, first, put, quantization
 
 ENGINES = ("vllm", "transformers")
 Q0, K0, UP1 = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "model.layers.1.mlp.up_proj"
-Change = Callable[[dict[str, Any]], Any]
 
 
 @pytest.mark.parametrize("biases", [True, False])
@@ -45,33 +43,6 @@ def test_a_good_directory_has_no_faults(tiny: SimpleNamespace, form: str, kind: 
     folder = tiny.export(form, kind, biases)
     assert lint.check(folder, ENGINES, tiny.artifact(kind, biases)) == []
     assert lint.check(folder, ENGINES) == []
-
-
-def put(name: str, value: Tensor | Callable[[Tensor], Tensor]) -> Change:
-    return lambda t: t.update({name: value(t[name]) if callable(value) else value})
-
-
-def drop(name: str) -> Change:
-    return lambda t: t.pop(name)
-
-
-def first(value: float) -> Callable[[Tensor], Tensor]:
-    """Put a value into the first place of a tensor."""
-
-    def change(tensor: Tensor) -> Tensor:
-        tensor = tensor.clone()
-        tensor.view(-1)[0] = value
-        return tensor
-
-    return change
-
-
-def config(**values: object) -> Change:
-    return lambda c: c.update(values)
-
-
-def quantization(**values: object) -> Change:
-    return lambda c: c["quantization_config"].update(values)
 
 
 TENSOR_FAULTS = {  # what is planted -> (format, scheme, change of the tensors, kind of the fault, where)

@@ -7,11 +7,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -19,9 +17,9 @@ from gate import lint
 from gate.readers import open_export
 from qat.cli import app
 from tests.foreign import DIRECTORIES, LINEARS, SIZES, big
+from tests.planting import Change, config, drop, first, put, quantization
 
 Q0, K0, O0, UP1, DOWN1 = LINEARS[0], LINEARS[1], LINEARS[3], LINEARS[12], LINEARS[13]
-Change = Callable[[dict[str, Any]], Any]
 
 
 @pytest.fixture(scope="module")
@@ -40,31 +38,6 @@ def test_directories_of_other_tools_are_good(foreign: Callable[[str], Path], nam
     for engine in DIRECTORIES[name][1]:
         assert [str(fault) for fault in lint.check(foreign(name), [engine])] == []
         assert [str(fault) for fault in lint.check(foreign(name), [engine], tp=2)] == []
-
-
-def put(name: str, value: Tensor | Callable[[Tensor], Tensor]) -> Change:
-    return lambda t: t.update({name: value(t[name]) if callable(value) else value})
-
-
-def drop(name: str) -> Change:
-    return lambda t: t.pop(name)
-
-
-def first(value: float) -> Callable[[Tensor], Tensor]:
-    def change(tensor: Tensor) -> Tensor:
-        tensor = tensor.clone()
-        tensor.view(-1)[0] = value
-        return tensor
-
-    return change
-
-
-def config(**values: object) -> Change:
-    return lambda c: c.update(values)
-
-
-def quantization(**values: object) -> Change:
-    return lambda c: c["quantization_config"].update(values)
 
 
 def weights(**values: object) -> Change:

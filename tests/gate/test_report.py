@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from gate import divergence, lint, perplexity, report, stage
@@ -158,7 +159,6 @@ def test_junit_and_markdown_say_what_the_verdict_says(data: dict[str, Any]) -> N
 
 
 def test_the_schema_holds_for_a_verdict_and_not_for_a_broken_one(data: dict[str, Any]) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads((Path(report.__file__).parent.parent / "verdict.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     good = json.loads((data["folder"] / "verdict.json").read_text())

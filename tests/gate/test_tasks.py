@@ -172,6 +172,7 @@ metric_list:
 
 
 def test_lm_eval_scores_the_same_file_alike(micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the extra `eval`: not among what the tests install
     lm_eval = pytest.importorskip("lm_eval")
     tasks_of = pytest.importorskip("lm_eval.tasks")
     from gate import _lm_eval

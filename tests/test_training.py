@@ -1,0 +1,115 @@
+"""The train stage: the artifact and the numbers it leaves, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from qat import loop, resume, training
+from qat.artifact import Artifact
+from qat.sections import Train
+from qat.tokens import Corpus
+from tests.artifacts import ALL
+from tests.bench import LENGTH, RATES, Bench
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"))
+
+
+def run_stage(
+    bench: Bench, out: Path, learn: dict[str, Any], slots: Any = ALL, steps: int = 4, **more: Any
+) -> dict[str, Any]:
+    corpus = Corpus(bench.windows, "print", "text.txt")
+    train = Train(learn=learn, steps=steps, batch=4, length=LENGTH, **more)
+    out.mkdir()
+    return training.run(bench.parent, bench.start, corpus, train, slots, out, torch.device("cpu"), torch.float32)
+
+
+def test_the_stage_leaves_an_artifact_and_its_numbers(bench: Bench, tmp_path: Path) -> None:
+    metrics = run_stage(bench, tmp_path / "out", RATES)
+    assert metrics["kl_end"] < metrics["kl_start"] and metrics["ranks"] == 1 and len(metrics["loss"]) == 4
+    assert metrics["tokens"] == 4 * 4 * LENGTH
+    before, after = Artifact(bench.start), Artifact(tmp_path / "out")
+    added = set(after.stored()) - set(before.stored())
+    assert added == {f"{name}.bias" for name in before.formats}
+    changed = {name for name in before.stored() if not torch.equal(before.raw(name), after.raw(name))}
+    assert changed == {f"{name}.scale" for name in before.formats}
+    assert not any((tmp_path / "out" / name).exists() for name in (resume.RESUME, resume.HISTORY))
+
+
+def test_training_that_makes_it_worse_is_an_error_and_leaves_no_artifact(bench: Bench, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"made the model worse: KL .* went from .*; lower the rates in train\.learn"):
+        run_stage(bench, tmp_path / "out", {"bias": 300.0}, steps=2)
+    assert not (tmp_path / "out" / "artifact.json").exists()
+
+
+def test_a_result_that_is_no_number_is_worse(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = iter([0.1, math.nan])
+    monkeypatch.setattr(loop, "evaluate", lambda *_: next(said))
+    with pytest.raises(ValueError, match=r"went from 0\.1 to nan"):
+        run_stage(bench, tmp_path / "out", RATES, steps=1)
+
+
+def test_a_last_step_that_overflows_is_an_error(bench: Bench, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, FloatingPointError)):
+        run_stage(bench, tmp_path / "out", {"bias": 1e30}, steps=1)
+    assert not (tmp_path / "out" / "artifact.json").exists()
+
+
+def test_without_a_slot_only_scales_are_learned(bench: Bench, tmp_path: Path) -> None:
+    run_stage(bench, tmp_path / "out", RATES, slots=())
+    assert json.loads((tmp_path / "out" / "artifact.json").read_text())["train"]["learned"] == ["scale"]
+    with pytest.raises(ValueError, match="has only bias, but the engines load none"):
+        run_stage(bench, tmp_path / "none", {"bias": 1e-3}, slots=())
+
+
+def test_every_source_of_the_teacher_leaves_the_same_kind_of_artifact(bench: Bench, tmp_path: Path) -> None:
+    resident = run_stage(bench, tmp_path / "resident", RATES)
+    hidden = run_stage(bench, tmp_path / "hidden", RATES, teacher="hidden")
+    top = run_stage(bench, tmp_path / "top", RATES, teacher=32)
+    assert hidden["loss"] == pytest.approx(resident["loss"], rel=1e-4)
+    assert hidden["kl_end"] == pytest.approx(resident["kl_end"], rel=1e-3)
+    assert top["kl_start"] == pytest.approx(resident["kl_start"], rel=1e-4)  # validation is exact
+    assert (
+        all(a < b for a, b in zip(top["loss"][:1], resident["loss"][:1], strict=True)) and 0 < top["teacher_tail"] < 1
+    )
+    for name in ("resident", "hidden", "top"):
+        files = {p.name for p in (tmp_path / name).iterdir()}
+        assert "artifact.json" in files and not any(f.startswith(("teacher", "resume")) for f in files)
+
+
+def test_nothing_to_recover_leaves_the_artifact_as_it_was(bench: Bench, tmp_path: Path) -> None:
+    metrics = run_stage(bench, tmp_path / "out", RATES, enough=1e3)
+    assert metrics["ended"] == "nothing to recover" and metrics["tokens"] == 0
+    before, after = Artifact(bench.start), Artifact(tmp_path / "out")
+    assert before.stored() == after.stored()
+    assert all(torch.equal(before.raw(name), after.raw(name)) for name in before.stored())
+
+
+@pytest.mark.parametrize(("more", "why"), [
+    ({"cuda_graph": True}, "train.cuda_graph is true, but this run computes on cpu"),
+    ({"teacher": 5000}, "train.teacher 5000 is more than the 257 tokens there are"),
+])  # fmt: skip
+def test_what_cannot_be_done_is_an_error(bench: Bench, tmp_path: Path, more: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        run_stage(bench, tmp_path / "out", RATES, **more)
+
+
+@pytest.mark.parametrize(("keys", "path"), [
+    ({"teacher": 64, "loss": {"kl": 1, "hidden": 1}}, "teacher"), ({"loss": "ce", "temperature": 2}, "temperature"),
+    ({"patience": 2}, "patience"), ({"validate_every": 300}, "validate_every"), ({"loss": {"kl": 0}}, "loss.kl"),
+    ({"loss": "mse"}, "loss.mse"), ({"teacher": 0}, "teacher.constrained-int"),
+    ({"learn": {"bias": {"rat": 1}}}, "learn.bias.rat"),
+])  # fmt: skip
+def test_keys_without_effect_and_out_of_range(keys: dict[str, Any], path: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Train(**keys)
+    assert path in {".".join(str(p) for p in e["loc"] if p != "[key]") for e in caught.value.errors()}
