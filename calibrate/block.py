@@ -116,6 +116,8 @@ class Block:
         for group in self.groups:
             if group not in groups:
                 self.quantize(group, stats[group[0]])
+        if not groups:  # a block that the scheme skips, or without tokens
+            return
         before = dict(self.seconds)
         ranges: dict[str, tuple[Tensor, Tensor | None]] = {}
         for group in groups:
@@ -216,7 +218,6 @@ class Block:
     def scale_cache(self, recorder: KvRecorder) -> None:
         """Static scales of the block's part of the KV cache."""
         assert self.scheme.kv_cache is not None
-        recorder.reduce()
         method = self.methods["inputs"]
         with self.seconds.of("range"):
             (found,) = recorder.scales(method.module.find_input, self.scheme.kv_cache, method.options).values()

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from calibrate.sensitivity import Watch, backward
+from calibrate.sensitivity import Watch, backward, chance
 from qat.model import Model
 
 VERSION = 1
@@ -59,7 +59,9 @@ def products(
         }
 
     # an expert sees the tokens of a batch without order; those of a single window all belong together
-    backward(model, windows, enter, seed, 1 if model.arch.experts else batch, budget)
+    backward(
+        model, windows, enter, chance(len(windows), windows.shape[1], seed), 1 if model.arch.experts else batch, budget
+    )
     assert found is not None, "no linear to measure"
     return found
 

@@ -165,7 +165,7 @@ class _Runner:
         asked = ", ".join(sorted(needs | self.transform_needs)) or self.methods["round"].name
         if self.all_windows is None or not self.all_windows.numel():
             raise ValueError(f"calibration text is needed for {asked}; set data.calibration")
-        if len(self.all_windows) < self.world:
+        if not self.whole_block and len(self.all_windows) < self.world:
             raise ValueError(
                 f"{len(self.all_windows)} calibration windows cannot be split over {self.world} ranks; "
                 "set data.calibration.sequences to at least that many"
@@ -204,7 +204,7 @@ class _Runner:
                     progress(index + 1, self.num_blocks, self.quantize(index, streams))
                 elif streams:
                     with self.model.block(index):
-                        streams.pass_by(index, read_block(self.out / block_file(index), self.formats))
+                        streams.pass_by(index, partial(read_block, self.out / block_file(index), self.formats))
         finally:
             if streams:
                 streams.close()
@@ -215,10 +215,20 @@ class _Runner:
         names = [*(["quantized"] if self.prefix else []), *(["parent"] if self.whole_block or not self.prefix else [])]
         groups = [self.groups(index) for index in range(self.num_blocks)]
         streams = Streams(
-            self.model, self.windows, self.batch, groups, activation_bytes, self.out, self.rank, names, self.seconds
+            self.model,
+            self.windows,
+            self.batch,
+            groups,
+            activation_bytes,
+            self.out,
+            self.rank,
+            names,
+            self.seconds,
+            split=not self.whole_block,
         )
         if "kl_hessian" in self.needs:
-            streams.weigh_tokens(self.seed, self.world)
+            assert self.all_windows is not None
+            streams.weigh_tokens(self.seed, self.world, len(self.all_windows))
         return streams
 
     @torch.no_grad()

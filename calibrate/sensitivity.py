@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,19 +26,27 @@ LOGIT_BYTES = 256 * 2**20  # float32 logits alive at once
 Watch = Callable[[Tensor, Tensor], None]  # a linear's input (..., K) and the gradient at its output (..., N)
 
 
+def chance(num_windows: int, length: int, seed: int) -> Tensor:
+    """What decides the token that is drawn at each place: (num_windows, length) float32 in [0, 1).
+
+    Of all windows, so that a rank takes its rows and draws what one process would.
+    """
+    return torch.rand(num_windows, length, generator=torch.Generator().manual_seed(seed))
+
+
 def token_weights(
     model: Model,
     windows: Tensor,
     groups: Sequence[Sequence[Sequence[str]]],
-    seed: int,
+    drawn: Tensor,
     batch: int,
     budget: int,
 ) -> dict[str, Tensor]:
     """|g|^2 of each token, summed over the linears of a group: (num_windows, length) float32 by the group's first name.
 
-    Scaled to a mean of 1 in each group. windows: token ids (num_windows, length). groups: for each block, groups of
-    linears (full names) that share an input. budget: bytes of block inputs kept at once; windows go through in waves of
-    that size.
+    windows: token ids (num_windows, length). groups: for each block, groups of linears (full names) that share an
+    input. drawn: of `chance`, for these windows. budget: bytes of block inputs kept at once; windows go through in
+    waves of that size.
     """
     found = {group[0]: torch.zeros(windows.shape) for block in groups for group in block}
 
@@ -46,8 +55,19 @@ def token_weights(
             name: partial(_add_squares, found[group[0]][rows]) for group in groups[index] for name in group
         }
 
-    backward(model, windows, enter, seed, batch, budget)
-    return {name: rows / rows.mean().clamp_min(torch.finfo(torch.float32).tiny) for name, rows in found.items()}
+    backward(model, windows, enter, drawn, batch, budget)
+    return found
+
+
+def means(weights: Mapping[str, Tensor], device: torch.device) -> dict[str, float]:
+    """The mean of each group's token weights over the tokens of all ranks, at least the smallest float32."""
+    sums = torch.stack([rows.sum(dtype=torch.float64) for rows in weights.values()]).to(device)
+    count = torch.tensor([float(next(iter(weights.values())).numel())], dtype=torch.float64, device=device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(sums)
+        dist.all_reduce(count)
+    floor = torch.finfo(torch.float32).tiny
+    return dict(zip(weights, (sums / count).clamp_min(floor).tolist(), strict=True))
 
 
 def _add_squares(into: Tensor, x: Tensor, grad: Tensor) -> None:
@@ -58,7 +78,7 @@ def backward(
     model: Model,
     windows: Tensor,
     enter: Callable[[int], Callable[[slice], Mapping[str, Watch]]],
-    seed: int,
+    drawn: Tensor,
     batch: int,
     budget: int,
 ) -> None:
@@ -69,13 +89,12 @@ def backward(
     """
     one = windows.shape[1] * model.config.hidden_size * model.dtype.itemsize * len(model.blocks)
     wave = max(1, budget // one)
-    generator = torch.Generator().manual_seed(seed)
     starts = range(0, len(windows), wave)
     with report.Steps("sensitivity", total=2 * len(starts) * len(model.blocks), unit="block") as steps:
         for start in starts:
             stop = min(start + wave, len(windows))
             parts = [slice(first, min(first + batch, stop)) for first in range(start, stop, batch)]
-            _wave(model, windows, parts, enter, generator, steps.advance)
+            _wave(model, windows, parts, enter, drawn, steps.advance)
 
 
 def _wave(
@@ -83,7 +102,7 @@ def _wave(
     windows: Tensor,
     parts: list[slice],
     enter: Callable[[int], Callable[[slice], Mapping[str, Watch]]],
-    generator: torch.Generator,
+    drawn: Tensor,
     block_done: Callable[[], None],
 ) -> None:
     inputs: list[list[Tensor]] = []  # of each block, of each batch, on the CPU
@@ -95,7 +114,10 @@ def _wave(
             states = [model.run_block(index, state.to(model.device)).cpu() for state in states]
         block_done()
     with model.ends():
-        grads = [_sampled_gradient(model, state.to(model.device), generator).cpu() for state in states]
+        grads = [
+            _sampled_gradient(model, state.to(model.device), drawn[rows].flatten()).cpu()
+            for rows, state in zip(parts, states, strict=True)
+        ]
     for index in reversed(range(len(model.blocks))):
         with model.block(index):
             watchers = enter(index)
@@ -121,15 +143,14 @@ def _hook(watch: Watch) -> Callable[..., None]:
     return forward
 
 
-def _sampled_gradient(model: Model, hidden: Tensor, generator: torch.Generator) -> Tensor:
+def _sampled_gradient(model: Model, hidden: Tensor, drawn: Tensor) -> Tensor:
     """The gradient at the last block's output (batch, length, hidden) of the sum of log p(y), y drawn from p."""
     leaf = hidden.flatten(0, 1).requires_grad_(True)
     chunk = max(16, LOGIT_BYTES // (4 * model.config.vocab_size))
-    for part in leaf.split(chunk):
+    for part, share in zip(leaf.split(chunk), drawn.to(leaf.device)[:, None].split(chunk), strict=True):
         logp = F.log_softmax(model.logits(part), -1)
-        drawn = torch.rand(len(part), 1, generator=generator).to(part.device)  # one source of chance for every device
         cumulative = logp.detach().exp().cumsum(-1)
-        token = torch.searchsorted(cumulative, drawn * cumulative[:, -1:]).clamp_max(logp.shape[-1] - 1)
+        token = torch.searchsorted(cumulative, share * cumulative[:, -1:]).clamp_max(logp.shape[-1] - 1)
         logp.gather(1, token).sum().backward()
     assert leaf.grad is not None
     return leaf.grad.view(hidden.shape)

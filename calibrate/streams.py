@@ -32,6 +32,7 @@ class Streams:
 
     windows: int64 (num_windows, length). batch: windows that go through a block together. groups: of each block, the
     covered linears by shared input, full names. folder: where states go that find no room. names: of the streams.
+    split: the windows are a rank's share, so statistics are put together; else every rank has all of them.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class Streams:
         rank: int,
         names: Sequence[str],
         seconds: Seconds,
+        split: bool,
     ) -> None:
         self.model, self.windows, self.batch, self.groups, self.seconds = model, windows, batch, groups, seconds
-        self.host_bytes, self.folder, self.rank = host_bytes, folder, rank
+        self.host_bytes, self.folder, self.rank, self.split = host_bytes, folder, rank, split
         self.token_weights: SafetensorsFolder | None = None
+        self.token_means: dict[str, float] = {}
         self.recorder: KvRecorder | None = None
         parts = windows.split(batch)
         self.streams = {
@@ -73,16 +76,23 @@ class Streams:
         for states in self.streams.values():
             states.close()
 
-    def weigh_tokens(self, seed: int, world: int) -> None:
-        """How much the model's output depends on each linear at each token; once for a folder."""
+    def weigh_tokens(self, seed: int, world: int, num_windows: int) -> None:
+        """How much the model's output depends on each linear at each token; once for a folder.
+
+        num_windows: of all ranks.
+        """
         path = self.folder / TOKEN_WEIGHTS.format(rank=self.rank, world=world)
         if not path.exists():
+            mine = slice(self.rank, None, world) if self.split else slice(None)
+            drawn = sensitivity.chance(num_windows, self.windows.shape[1], seed)[mine]
             with self.seconds.of("sensitivity"):
                 found = sensitivity.token_weights(
-                    self.model, self.windows, self.groups, seed, self.batch, self.host_bytes
+                    self.model, self.windows, self.groups, drawn, self.batch, self.host_bytes
                 )
             save_tensors(found, path)
         self.token_weights = SafetensorsFolder(self.folder, [path.name])
+        stored = {name: self.token_weights.get(name) for name in sorted(self.token_weights.names())}
+        self.token_means = sensitivity.means(stored, self.model.device)
 
     @torch.no_grad()
     def advance(self, index: int, name: str) -> None:
@@ -94,16 +104,18 @@ class Streams:
 
     @contextmanager
     def recording(self, wanted: bool) -> Iterator[KvRecorder | None]:
-        """While it lasts, what blocks hand to their cache is counted."""
+        """While it lasts, what blocks hand to their cache is counted; at its end, over all ranks."""
         self.recorder = KvRecorder(self.model.device) if wanted else None
         yield self.recorder
+        if self.recorder and self.split:
+            self.recorder.reduce()
         self.recorder = None
 
-    def pass_by(self, index: int, quantized: Mapping[str, Tensor]) -> None:
-        """Move every stream behind a loaded block that has its file already; `quantized`: the tensors in that file."""
+    def pass_by(self, index: int, quantized: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Move every stream behind a loaded block that has its file already; `quantized` reads the tensors in it."""
         for name in sorted(self.streams):  # the parent's weights are in the module at first
             if name == "quantized":
-                for tensor, value in quantized.items():
+                for tensor, value in quantized().items():
                     put(self.model, tensor, value)
             self.advance(index, name)
 
@@ -139,8 +151,9 @@ class Streams:
                     states[number] = hidden
         for handle in handles:
             handle.remove()
-        for group in self.groups[index]:
-            stats[group[0]].reduce()
+        if self.split:
+            for group in self.groups[index]:
+                stats[group[0]].reduce()
         return stats
 
     @torch.no_grad()
@@ -149,6 +162,8 @@ class Streams:
     ) -> None:
         """Take a stream through a loaded block; each group is quantized when all batches have come to it."""
         states, groups = self.streams[name], self.groups[index]
+        if not groups:  # a block that the scheme skips
+            return self.advance(index, name)
         first = [self.model.root.get_submodule(group[0]) for group in groups]
         stats = [InputStats(frozenset(), 0)] * len(groups)
         weights = self._weights_of(dict.fromkeys([group[0] for group in groups]))
@@ -173,16 +188,16 @@ class Streams:
 
         widest = max(linear.in_features for linear in first)
         waiting = self.windows.numel() * (2 * self.model.config.hidden_size + widest) * self.model.dtype.itemsize
-        experts = len(groups) > len(self.model.arch.linears)  # many small groups: never anew for each
+        experts = self.model.arch.at(index).experts is not None  # many small groups: never anew for each
         forwards = [partial(self.forward, index, states, number) for number in range(len(states))]
         with self.seconds.of("forward, quantize"):
             Passage(forwards, first, see, ready, done).run(hold=waiting <= 2 * DEVICE_BYTES or experts)
 
     def _weights_of(self, linears: Mapping[str, object]) -> dict[str, Tensor]:
-        """Token weights (num_windows, length) of the linears that have some."""
+        """Token weights (num_windows, length), with a mean of 1 over all ranks, of the linears that have some."""
         if self.token_weights is None:
             return {}
-        return {name: self.token_weights.get(name) for name in self.token_weights.names() if name in linears}
+        return {name: self.token_weights.get(name) / mean for name, mean in self.token_means.items() if name in linears}
 
     def _part(self, x: Tensor, number: int) -> Tensor:
         return x[number * self.batch : (number + 1) * self.batch].to(self.model.device)

@@ -101,9 +101,12 @@ def _importance(inputs: InputStats | None) -> Tensor | None:
 
 
 def _relative(q: Quantized, weight: Tensor, fmt: TensorFormat, importance: Tensor | None) -> float:
+    # of the cross terms three digits will do, at a fraction of the time
+    hessian = importance.bfloat16() if importance is not None and importance.ndim == 2 else None
+
     def energy(x: Tensor) -> float:
-        if importance is not None and importance.ndim == 2:  # three digits will do, at a fraction of the time
-            return ((x.bfloat16() @ importance.bfloat16()).float() * x).sum().item()
+        if hessian is not None:
+            return ((x.bfloat16() @ hessian).float() * x).sum().item()
         return (x.square() if importance is None else x.square() * importance).sum().item()
 
     def of(rows: slice) -> tuple[float, float]:

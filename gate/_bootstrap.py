@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -46,8 +47,13 @@ def interval(values: Sequence[float], sampling: Sampling) -> Interval:
     """The mean of `values`, one for each example, with its interval; without ends for fewer than two examples.
 
     Examples that are all equal give an interval of that number alone. Raises ValueError for no values, or some that are
-    not finite.
+    not finite. Asked again for the same values, it remembers: bounds, tables and reports all ask.
     """
+    return _interval(tuple(values), sampling)
+
+
+@lru_cache(maxsize=256)
+def _interval(values: tuple[float, ...], sampling: Sampling) -> Interval:
     x = np.asarray(values, dtype=np.float64)
     if x.ndim != 1 or not len(x) or not np.isfinite(x).all():
         raise ValueError(f"an interval needs finite values of one or more examples, got shape {x.shape}")

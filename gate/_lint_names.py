@@ -148,7 +148,7 @@ def _choice(export: Export, linears: list[str]) -> Iterator[Fault]:
         return
     quantized = set(export.linears)
     for name in [*linears, export.arch.head]:
-        is_quantized, excluded = name in export.linears, export.excluded(name)
+        is_quantized, excluded = name in quantized, export.excluded(name)
         if excluded is not None and is_quantized == excluded:
             what = "stored quantized, yet excluded" if is_quantized else "not quantized, yet not excluded"
             rule = "the list of unquantized linears in the config decides how engines load it"
@@ -159,7 +159,7 @@ def _choice(export: Export, linears: list[str]) -> Iterator[Fault]:
             if plain and len(plain) < len(names):
                 rule = f"engines fuse {names[0]} ... {names[-1].rpartition('.')[2]}: all or none"
                 yield Fault("fused", plain[0], "not quantized", rule, "skip all of them or none")
-            ways = {name: export.stored_as(name) for name in names if name in export.linears}
+            ways = {name: export.stored_as(name) for name in names if name in quantized}
             if len(set(ways.values())) > 1:
                 what = ", ".join(f"{name.rpartition('.')[2]} {way}" for name, way in ways.items())
                 rule = f"engines fuse {', '.join(names)}: one format for all"

@@ -91,8 +91,12 @@ def _speak(no_progress: bool, quiet: bool, as_json: bool) -> None:
         os.environ["TARE_PROGRESS"] = "0"
     if quiet or as_json:
         os.environ["TARE_LOG"] = "quiet" if quiet else "json"
-    if (asked := os.environ.get("TARE_LOG", "")) not in ("", "text", "json", "quiet"):
-        raise typer.BadParameter(f"TARE_LOG is {asked!r}; it may be text, json or quiet")
+    from qat import report
+
+    try:
+        report.log_format()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @app.command(cls=RecipeCommand)

@@ -105,18 +105,20 @@ def train(
     groups = [{"params": [p], "peak": student.learn[kind].rate} for kind, p in params.items()]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
     best: dict[str, Tensor] = {}
+
+    def validate() -> float:
+        return evaluate(teacher, student, held, len(training))
+
     with student.ends():
+        student.refresh()
+        start = validate()  # of the artifact, before a start is found for what is learned
         student.begin(training[:UNIT_WINDOWS])
         history = load_state(folder, params, optimizer, best)
-        student.refresh()
-
-        def validate() -> float:
-            return evaluate(teacher, student, held, len(training))
-
         if history is None:
-            history = {"loss": [], "validation": [], "validation_start": validate(), "ranks": world, "ended": None}
-            if enough is not None and history["validation_start"] <= enough:
-                return {**history, "validation_end": history["validation_start"], "ended": "nothing to recover"}
+            history = {"loss": [], "validation": [], "validation_start": start, "ranks": world, "ended": None}
+            if enough is not None and start <= enough:
+                return {**history, "validation_end": start, "ended": "nothing to recover"}
+        student.refresh()
         tokens = rows * windows.shape[1]
         backward = Backward(teacher, student, loss, temperature, tokens, checkpointed, graph)
         while len(history["loss"]) < steps and history["ended"] is None:

@@ -9,6 +9,7 @@ once, each with its dotted path. `Recipe.model_validate(recipe.model_dump()) == 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -65,7 +66,7 @@ class Recipe(Section):
         """The folder of this run."""
         return Path(self.output) / self.name
 
-    @property
+    @cached_property
     def by_variant(self) -> list[tuple[str | None, Recipe]]:
         """The recipes to run: one for each variant, or [(None, this one)] without variants."""
         if not self.variants:

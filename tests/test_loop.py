@@ -130,9 +130,9 @@ def test_the_best_validated_deltas_are_kept(bench: Bench, tmp_path: Path) -> Non
     assert steps == (2, 4, 6, 8, 10, 12) and history["ended"] is None
     assert history["validation_end"] == pytest.approx(min(values), rel=1e-5)
     stopped = bench.train(tmp_path / "b", **wild, validate_every=1, patience=1)[1]
-    if stopped["ended"]:
-        values = [value for _, value in stopped["validation"]]
-        assert values[-1] >= values[-2] == min(values) == pytest.approx(stopped["validation_end"], rel=1e-5)
+    values = [value for _, value in stopped["validation"]]
+    assert stopped["ended"] and 1 < len(values) < 12
+    assert values[-1] >= values[-2] == min(values) == pytest.approx(stopped["validation_end"], rel=1e-5)
 
 
 def same(a: tuple[Student, dict[str, Any]], b: tuple[Student, dict[str, Any]]) -> bool:

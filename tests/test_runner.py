@@ -188,8 +188,7 @@ def test_two_ranks_find_what_one_finds(llama: Path, tmp_path: Path, range_: str)
     )
     for name in one.formats:
         a, b = one.quantized(name), two.quantized(name)
-        # sums over tokens in another order; `kl` also draws other tokens
-        assert (a.scale == b.scale).float().mean() > (0.98 if range_ == "activation" else 0.5), name
+        assert (a.scale == b.scale).float().mean() > 0.98, name  # sums over tokens in another order
         assert (a.scale / b.scale).log2().abs().max() <= 1
 
 
@@ -288,3 +287,24 @@ def test_static_scales_come_from_the_chosen_range(
     for scale, x in zip(found, (seen["x"], keys, values), strict=True):
         clip = x.abs().max() if method == "max" else x.abs().flatten().quantile(0.9)
         torch.testing.assert_close(scale.item() * 448, clip.item(), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("rounding", [{"name": "gptq"}, {"name": "learned", "steps": 2}, {"name": "nearest"}])
+def test_a_block_that_the_scheme_skips_is_passed_by(llama: Path, tmp_path: Path, rounding: dict[str, Any]) -> None:
+    scheme = INT4.model_copy(update={"skip": ("lm_head", "model.layers.1.*")})
+    run(llama, tmp_path / "out", scheme, round=rounding)
+    artifact, parent = Artifact(tmp_path / "out"), SafetensorsFolder(llama)
+    for name in parent.names():
+        if name.startswith("model.layers.1."):
+            assert torch.equal(artifact.get(name), parent.get(name)), name
+    assert len(artifact.formats) == 14
+
+
+def test_experts_never_start_a_block_anew_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[bool] = []
+    through = Passage.run
+    monkeypatch.setattr(Passage, "run", lambda self, hold: (used.append(hold), through(self, hold)))
+    monkeypatch.setattr(streams, "DEVICE_BYTES", 0)
+    parent = make(tmp_path / "moe", MixtralConfig, num_local_experts=3, tie_word_embeddings=False)
+    run(parent, tmp_path / "out", round="gptq")
+    assert used == [True] * 3

@@ -86,8 +86,11 @@ def test_every_source_of_the_teacher_leaves_the_same_kind_of_artifact(bench: Ben
         assert "artifact.json" in files and not any(f.startswith(("teacher", "resume")) for f in files)
 
 
-def test_nothing_to_recover_leaves_the_artifact_as_it_was(bench: Bench, tmp_path: Path) -> None:
-    metrics = run_stage(bench, tmp_path / "out", RATES, enough=1e3)
+@pytest.mark.parametrize("start", ["stored", "mean"])
+def test_nothing_to_recover_leaves_the_artifact_as_it_was(bench: Bench, tmp_path: Path, start: str) -> None:
+    plain = run_stage(bench, tmp_path / "plain", RATES, steps=1)
+    metrics = run_stage(bench, tmp_path / "out", {"bias": {"start": start}}, enough=1e3)
+    assert metrics["kl_start"] == metrics["kl_end"] == plain["kl_start"]  # that of the artifact, not of the start
     assert metrics["ended"] == "nothing to recover" and metrics["tokens"] == 0
     before, after = Artifact(bench.start), Artifact(tmp_path / "out")
     assert before.stored() == after.stored()

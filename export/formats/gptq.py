@@ -37,10 +37,11 @@ def check(artifact: Artifact, carrier: Carrier) -> None:
     """Raise ValueError for a layer that the layout has no place for."""
     found = layers(artifact)
     check_kinds("gptq", found, HOLDS, MIXED_GROUPS)
+    usual = _usual(found)
     for layer in found:
         unit = 32 // layer.fmt.bits
         check_multiples("gptq", [layer], rows=unit, columns=unit)
-        if ".experts." in layer.name and _options(layer) != _usual(found):
+        if ".experts." in layer.name and _options(layer) != usual:
             raise ValueError(
                 f"{layer.name} is {layer.fmt}, unlike most linears: vLLM runs the experts of a block as one layer, "
                 "which gptq cannot name; leave out its scheme.overrides or export compressed_tensors"

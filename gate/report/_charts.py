@@ -30,7 +30,7 @@ class Chart:
 
 def charts(data: dict[str, Any]) -> Iterator[Chart]:
     """Those for which `data` has numbers."""
-    for make in (_tradeoff, _latency, _stages, _spread):
+    for make in (_tradeoff, _stages, _spread):
         chart = make(data)
         if chart:
             yield chart
@@ -48,14 +48,7 @@ def _rows(data: dict[str, Any], *keys: str) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _tradeoff(data: dict[str, Any]) -> Chart | None:
-    return _against(data, "bits_per_weight", "bits per weight", "KL against size", ".3f")
-
-
-def _latency(data: dict[str, Any]) -> Chart | None:
-    return _against(data, "latency_ratio", "time per token over the parent's", "KL against latency", ".3f")
-
-
-def _against(data: dict[str, Any], key: str, name: str, title: str, spec: str) -> Chart | None:
+    key = "bits_per_weight"
     found = _rows(data, "kl", key)
     if not found:
         return None
@@ -64,17 +57,17 @@ def _against(data: dict[str, Any], key: str, name: str, title: str, spec: str) -
     x = svg.scale([row[key] for _, row in found], *FIT[0])
     ends = [row[end] for _, row in found for end in ("kl", "kl_low", "kl_high") if row[end] is not None]
     y = svg.scale(ends, *FIT[1], log=log, zero=True)
-    parts, places = [svg.axes(x, y, name, "KL to the parent (nats per token)")], []
+    parts, places = [svg.axes(x, y, "bits per weight", "KL to the parent (nats per token)")], []
     for i, row in found:
         at = x(row[key]), y(row["kl"])
         if row["kl_low"] is not None:
             parts.append(svg.whisker(y(max(row["kl_low"], y.low)), y(row["kl_high"]), at[0], horizontal=False))
-        said = f"{row['state']}: {format(row[key], spec)} {name}, KL {row['kl']:.5f}"
+        said = f"{row['state']}: {format(row[key], '.3f')} bits per weight, KL {row['kl']:.5f}"
         parts.append(svg.mark(*at, 0, said, f"/table/{i}/{key} /table/{i}/kl"))
         places.append((*at, row["state"]))
     parts.append(svg.labels(places, BOTTOM))
     note = "Lower and further left is better. Bars are confidence intervals."
-    return Chart(title, note, svg.frame(title, parts))
+    return Chart("KL against size", note, svg.frame("KL against size", parts))
 
 
 def _stages(data: dict[str, Any]) -> Chart | None:
