@@ -98,6 +98,9 @@ class RandomArtifact(RandomTensors):
     def optional(self, name: str) -> None:
         return None
 
+    def cache_scales(self, attention: str) -> None:
+        return None
+
 
 def timed(step: Callable[[int], float], given: dict[str, Any]) -> dict[str, Any]:
     """Run warm-up and measured steps; each is timed to its end (the loss is read)."""

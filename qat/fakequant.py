@@ -84,8 +84,42 @@ def attach_cache(attention: nn.Module, cache: Any) -> RemovableHandle:
     )
 
 
+def anchor(like: Tensor) -> Tensor:
+    """An empty tensor that needs a gradient and gets none, so that backward runs where no other input needs one.
+
+    Made anew in every forward pass: a leaf that is kept belongs to the stream it was first used on, for which a CUDA
+    graph that is being captured cannot wait.
+    """
+    return like.new_empty(0, requires_grad=True)
+
+
+class _Into(torch.autograd.Function):
+    """The weight; its gradient is added to `grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
+        ctx.grad = grad
+        return weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.grad.add_(grad)
+        return None, None, None
+
+
+class GradientInto(nn.Module):
+    """Parametrization of a weight as itself, whose gradient is added to `grad` instead of its own."""
+
+    def __init__(self, grad: Tensor) -> None:
+        super().__init__()
+        self.into = grad
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return _Into.apply(anchor(weight), weight, self.into)
+
+
 class _Linear(torch.autograd.Function):
-    """anchor: any tensor that needs a gradient, so that backward runs even where x needs none; it gets none."""
+    """Adds to the gradients that `linear.grads` names; x gets its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, linear: CompensatedLinear) -> Tensor:
@@ -133,7 +167,6 @@ class CompensatedLinear(nn.Module):
         self.rows = slice(None)
         self.bias: Tensor | None = None
         self.grads: dict[str, Tensor] = {}
-        self.anchor: Tensor | None = None
         self.input_format: TensorFormat | None = None
         self.input_scale: Tensor | None = None
 
@@ -170,4 +203,4 @@ class CompensatedLinear(nn.Module):
             x = FakeQuantInput.apply(x, self.input_format, self.input_scale)
         if not self.grads or not torch.is_grad_enabled():
             return F.linear(x, self.weight, self.bias)
-        return _Linear.apply(x, self.anchor, self)
+        return _Linear.apply(x, anchor(x), self)

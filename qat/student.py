@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 from qat import plugins
 from qat.artifact import Artifact
-from qat.fakequant import ROW, WEIGHT, CompensatedLinear, QuantizedCache, attach_cache
+from qat.fakequant import ROW, WEIGHT, CompensatedLinear, GradientInto, QuantizedCache, attach_cache
 from qat.model import Model
 from qat.parts import Part
 from qat.quant import Quantized, pack_nibbles
@@ -42,7 +43,6 @@ class Student(Model):
         super().__init__(teacher.config, artifact, teacher.device, teacher.dtype, resident=True)
         self.teacher, self.artifact, self.learn = teacher, artifact, dict(learn)
         self.modules = {kind: plugins.find("qat.learn", kind) for kind in sorted(learn)}
-        self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         self.linears: dict[str, CompensatedLinear] = {}
         for path in (self.arch.embed, self.arch.norm, self.arch.head):
             self._set(path, teacher.root.get_submodule(path))
@@ -79,7 +79,6 @@ class Student(Model):
                 raise ValueError(f"train.learn.{kind} does not work on {full}, which is {fmt}: {why}; leave it out")
         q = Quantized(*(None if part is None else part.to(self.device) for part in stored))  # type: ignore[arg-type]
         linear = CompensatedLinear(q, fmt, any(part in starts for part in WEIGHT), self.dtype)
-        linear.anchor = self.anchor
         if self.artifact.scheme.inputs is not None:
             linear.input_format = self.artifact.scheme.inputs
             static = self.artifact.optional(f"{full}.input_scale")
@@ -130,9 +129,9 @@ class Student(Model):
         for full, value in current.items():
             if name == "norm":
                 owner, _, leaf = full.rpartition(".")
-                weight = nn.Parameter(value)
-                weight.register_post_accumulate_grad_hook(_move_grad(grads[full]))
-                setattr(self.root.get_submodule(owner), leaf, weight)
+                norm = self.root.get_submodule(owner)
+                setattr(norm, leaf, nn.Parameter(value, requires_grad=False))
+                register_parametrization(norm, leaf, GradientInto(grads[full]))
                 continue
             linear = self.linears[full]
             linear.grads[ROW if part.per_row else name] = grads[full]
@@ -221,17 +220,6 @@ class Student(Model):
         stored = self.artifact.raw(name)
         made = value.to(stored.dtype)
         return pack_nibbles(made) if part == "codes" and stored.dtype == torch.uint8 else made
-
-
-def _move_grad(grad: Tensor) -> Any:
-    """A hook that adds a parameter's gradient to `grad` and drops it."""
-
-    def hook(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        grad.add_(parameter.grad)
-        parameter.grad = None
-
-    return hook
 
 
 def run_blocks(model: Model, ids: Tensor, checkpointed: int = 0) -> Tensor:

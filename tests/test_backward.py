@@ -207,3 +207,21 @@ def test_what_a_block_keeps_is_measured(config: Any, models: Any, monkeypatch: p
     for free, expected in ((10 * two + 2**40, 0), (0, 2)):
         monkeypatch.setattr(backward.psutil, "virtual_memory", lambda free=free: type("", (), {"available": free}))
         assert backward.blocks_to_checkpoint(student, 2, 16) == expected
+
+
+def test_no_leaf_of_the_graph_outlives_a_forward_pass(config: Any, models: Any) -> None:
+    """One that did would belong to the stream it was first used on, and no CUDA graph could be captured after it."""
+    student = student_of(config, models[0], ("bias", "norm", "scale"))
+    with student.ends():
+        hidden = run_blocks(student, BATCH)
+    leaves, seen, ahead = [], set(), [hidden.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaves += [node.variable] if hasattr(node, "variable") else []
+        ahead += [following for following, _ in node.next_functions]
+    assert leaves
+    assert not any(leaf.numel() for leaf in leaves), "a parameter is a leaf"
+    assert len({id(leaf) for leaf in leaves}) >= len(student.linears), "a leaf is shared by linears"
