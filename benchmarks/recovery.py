@@ -64,7 +64,7 @@ def once(arguments: list[str], method: str, seed: int) -> list[dict[str, Any]]:
     export = {
         "method": method,
         "calibrate": {question: choice["name"] for question, choice in recipe.model_dump()["calibrate"].items()},
-        "learn": dict(recipe.train.learn) if recipe.train else None,
+        "learn": recipe.model_dump()["train"]["learn"] if recipe.train else None,
         "seed": seed if trained else None,
         **numbers(rows[recipe.export.formats[0]]),
         "source": "export",

@@ -131,31 +131,38 @@ class Backward:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
+            runs: list[list[Tensor]] = []
             for _ in range(3):
                 for b in buffers:
                     b.zero_()
                 self._run(ids, target)
+                runs = [*runs[-1:], [b.clone() for b in buffers]]
         torch.cuda.current_stream().wait_stream(side)
-        expected = [b.clone() for b in buffers]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._run(ids, target)
         for b in buffers:
             b.zero_()
         graph.replay()
-        _check_same(expected, buffers, [SAME_LOSS] + [SAME_GRADIENT] * (len(buffers) - 1))
+        _check_same(runs, buffers, [SAME_LOSS] + [SAME_GRADIENT] * (len(buffers) - 1))
         for b, old in zip(buffers, before, strict=True):
             b.copy_(old)
         return graph, ids, target
 
 
-def _check_same(expected: list[Tensor], found: list[Tensor], tolerances: list[float]) -> None:
-    for a, b, tolerance in zip(expected, found, tolerances, strict=True):
-        apart, size = float((a - b).norm()), float(a.norm())
-        if not apart <= tolerance * size:  # NaN differs too
+def _check_same(runs: list[list[Tensor]], found: list[Tensor], tolerances: list[float]) -> None:
+    """Two runs of a step outside a graph, one within.
+
+    Kernels that add in any order (attention's backward) make even two runs differ, by most of a percent of a bfloat16
+    gradient: three times that is allowed on top.
+    """
+    for before, a, b, tolerance in zip(*runs, found, tolerances, strict=True):
+        apart, size, noise = float((a - b).norm()), float(a.norm()), float((a - before).norm())
+        if not apart <= tolerance * size + 3 * noise:  # NaN differs too
             raise ValueError(
                 f"a CUDA graph of the training step differs by {apart:.2g} of {size:.2g} from the step itself (at most "
-                f"{tolerance:g} of it): set train.cuda_graph to false"
+                f"{tolerance:g} of it, and three times the {noise:.2g} that two steps differ by): set train.cuda_graph "
+                "to false"
             )
 
 

@@ -192,11 +192,17 @@ def test_likely_tokens_on_disk(config: Any, models: Any, tmp_path: Path) -> None
 
 def test_a_graph_that_computes_something_else_is_an_error() -> None:
     same = [torch.ones(3), torch.ones(2)]
-    backward._check_same(same, [t * (1 + 1e-5) for t in same], [1e-4, 1e-3])
-    backward._check_same([torch.zeros(2)], [torch.zeros(2)], [1e-4])
-    for wrong in ([torch.ones(3), torch.ones(2) * 1.01], [torch.full((3,), torch.nan), torch.ones(2)]):
+    noisy = [torch.ones(3), torch.tensor([1.0, 1.01])]
+    backward._check_same([same, same], [t * (1 + 1e-5) for t in same], [1e-4, 1e-3])
+    backward._check_same([[torch.zeros(2)]] * 2, [torch.zeros(2)], [1e-4])
+    backward._check_same([noisy, same], [torch.ones(3), torch.tensor([1.02, 1.0])], [1e-4, 1e-3])  # kernels that vary
+    for before, wrong in (
+        (same, [torch.ones(3), torch.ones(2) * 1.01]),
+        (same, [torch.full((3,), torch.nan), torch.ones(2)]),
+        (noisy, [torch.ones(3), torch.tensor([1.04, 1.0])]),
+    ):
         with pytest.raises(ValueError, match=r"differs by .* set train\.cuda_graph to false"):
-            backward._check_same(same, wrong, [1e-4, 1e-3])
+            backward._check_same([before, same], wrong, [1e-4, 1e-3])
 
 
 def test_what_a_block_keeps_is_measured(config: Any, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
