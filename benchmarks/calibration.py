@@ -177,28 +177,9 @@ def tare(job: dict[str, str]) -> dict[str, Any]:
 
 
 def llm_compressor(job: dict[str, str]) -> dict[str, Any]:
-    import llmcompressor
-    import torch
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from datasets import Dataset
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.gptq import base as solver
-    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from rivals import llm_compressor as loaded  # beside this file
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
-
-    weights = QuantizationArgs(
-        num_bits=4, type="int", symmetric=True, strategy="group", group_size=int(job["group_size"])
-    )
-    groups = {"all": QuantizationScheme(targets=["Linear"], weights=weights)}
-    if job["method"] == "awq":
-        from llmcompressor.modifiers.transform.awq import AWQModifier
-
-        recipe: Any = [AWQModifier(), QuantizationModifier(config_groups=groups, ignore=["lm_head"])]
-    else:
-        kind = GPTQModifier if job["method"] == "gptq" else QuantizationModifier
-        recipe = kind(config_groups=groups, ignore=["lm_head"])
 
     spent = [0.0]
     inner = solver.quantize_weight
@@ -212,26 +193,15 @@ def llm_compressor(job: dict[str, str]) -> dict[str, Any]:
         return out
 
     solver.quantize_weight = timed
-    windows = load_file(job["tokens"])["windows"].tolist()
-    data = Dataset.from_dict({"input_ids": windows, "attention_mask": [[1] * len(w) for w in windows]})
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=getattr(torch, job["dtype"]))
+    quantize, version = loaded(job, load_file(job["tokens"])["windows"])
     start = time.perf_counter()
-    oneshot(
-        model=model,
-        dataset=data,
-        recipe=recipe,
-        num_calibration_samples=len(windows),
-        max_seq_length=len(windows[0]),
-        shuffle_calibration_samples=False,
-        batch_size=int(job["batch"]),
-        pipeline="datafree" if job["method"] == "rtn" else "sequential",
-    )
+    save = quantize()
     seconds = time.perf_counter() - start
-    model.save_pretrained(Path(job["target"]) / "compressed_tensors", save_compressed=True)
+    save(str(Path(job["target"]) / "compressed_tensors"))
     return {
         "seconds": round(seconds, 2),
         "solver_seconds": round(spent[0], 3) if spent[0] else None,
-        "version": llmcompressor.__version__,
+        "version": version,
     }
 
 
