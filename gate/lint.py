@@ -18,7 +18,7 @@ from qat import plugins
 from qat.artifact import Artifact
 from qat.scheme import Section
 
-VERSION = 2
+VERSION = 3
 
 
 class Options(Section):

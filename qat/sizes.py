@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from qat.manifest import read_json
 from qat.outline import model_files
 
 # bytes of GGUF's fixed-size metadata types by their number; 8 is a string, 9 an array (GGUF specification, version 3)
@@ -44,7 +45,7 @@ class Sizes:
 
 def of_folder(folder: Path) -> Sizes:
     """The sizes of a Hugging Face folder. Raises ValueError for a broken safetensors header."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     files = [path for path in model_files(folder) if path.suffix == ".safetensors"]
     shapes = {name: shape for file in files for name, shape in safetensors_shapes(file)}
     return _count(
