@@ -28,10 +28,7 @@ def check(config: Any, entries: Mapping[str, Entry], name: str) -> None:
     """
     arch = arch_of(config)
     refuse_stacked(arch, entries)
-    try:
-        root = skeleton(copy.deepcopy(config))  # which writes into it
-    except KeyError as error:
-        raise ValueError(f"config.json of {name} asks for {error}, which transformers does not have") from error
+    root = skeleton(copy.deepcopy(config))  # which writes into it
     wanted = {key: tuple(parameter.shape) for key, parameter in root.named_parameters()}
     head = f"{arch.head}.weight"
     if getattr(config, "tie_word_embeddings", False):

@@ -26,11 +26,15 @@ STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 def skeleton(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """transformers' model on the meta device, with one linear per expert and the module names of hub checkpoints.
 
-    Writes the dtype into `config`. Raises ValueError for an unknown architecture.
+    Writes the dtype into `config`. Raises ValueError for an unknown architecture, or an activation function or rotary
+    embedding that transformers does not have.
     """
     arch = arch_of(config)
-    with torch.device("meta"):
-        root = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    try:
+        with torch.device("meta"):
+            root = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    except KeyError as error:
+        raise ValueError(f"the config asks for {error}, which transformers does not have; correct the field") from error
     for index, block in enumerate(root.get_submodule(arch.blocks)):
         split_experts(block, arch.at(index))
     return root.requires_grad_(False)

@@ -89,7 +89,7 @@ class Parent:
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
     """The config of a checkpoint. Raises ValueError, naming the file, when there is none that transformers takes."""
-    said = read_json(folder / "config.json")
+    said = read_config_json(folder)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except StrictDataclassError as error:  # a field of a type or value that the architecture cannot have
@@ -97,6 +97,17 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
     except ValueError:  # not known to transformers; our own error names the architectures that we know
         find(SimpleNamespace(**said))
         raise
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """config.json as it stands. Raises ValueError, naming the file, when it is no config."""
+    said = read_json(folder / "config.json")
+    if not isinstance(said.get("quantization_config"), dict | None):
+        raise ValueError(
+            f"{folder / 'config.json'}: quantization_config is {said['quantization_config']!r}, where an object is "
+            "expected; correct the field"
+        )
+    return said
 
 
 def one_line(error: Exception) -> str:

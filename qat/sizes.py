@@ -48,9 +48,10 @@ def of_folder(folder: Path) -> Sizes:
     config = read_json(folder / "config.json")
     files = [path for path in model_files(folder) if path.suffix == ".safetensors"]
     shapes = {name: shape for file in files for name, shape in safetensors_shapes(file)}
-    return _count(
-        shapes, config.get("vocab_size", 0), config.get("hidden_size", 0), sum(f.stat().st_size for f in files)
-    )
+    for key in ("vocab_size", "hidden_size"):
+        if not isinstance(config.setdefault(key, 0), int):
+            raise ValueError(f"{folder / 'config.json'}: {key} is {config[key]!r}, where a whole number is expected")
+    return _count(shapes, config["vocab_size"], config["hidden_size"], sum(f.stat().st_size for f in files))
 
 
 def of_gguf(path: Path) -> Sizes:

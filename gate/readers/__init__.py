@@ -7,7 +7,7 @@ from typing import Any
 
 from gate.readers._export import Export, InputQuant, Spec
 from qat import plugins
-from qat.manifest import read_json
+from qat.parent import read_config_json
 
 __all__ = ["Export", "InputQuant", "Spec", "detect", "open_export"]
 
@@ -31,7 +31,7 @@ def detect(folder: Path) -> tuple[str, dict[str, Any]]:
     """(file of gate/readers, quantization config). `dense` and {} for a plain checkpoint."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json; give the folder of an exported checkpoint")
-    inline = read_json(folder / "config.json").get("quantization_config") or {}
+    inline = read_config_json(folder).get("quantization_config") or {}
     method = str(inline.get("quant_method", ""))
     if (folder / "hf_quant_config.json").is_file() or method.startswith("modelopt"):
         if method and not method.startswith("modelopt"):
