@@ -20,14 +20,18 @@ def formats(model: Model, scheme: Scheme) -> dict[str, TensorFormat]:
     inputs (all layers at once).
     """
     linears = [name for index in range(len(model.blocks)) for name in model.arch.block_linears(index)]
-    known = [*linears, model.arch.head, model.arch.embed]
-    known += [name for index in range(len(model.blocks)) for name in model.arch.block_routers(index)]
-    for what, patterns in (("skip", scheme.skip), ("overrides", tuple(scheme.overrides))):
+    others = [model.arch.head, model.arch.embed]
+    others += [name for index in range(len(model.blocks)) for name in model.arch.block_routers(index)]
+    for what, patterns, known in (
+        ("skip", scheme.skip, [*linears, *others]),
+        ("overrides", tuple(scheme.overrides), linears),
+    ):
         for pattern in patterns:
             if not any(matches(pattern, name) for name in known):
+                never = " that is ever quantized" if any(matches(pattern, name) for name in others) else ""
                 raise ValueError(
-                    f"scheme.{what}: {pattern!r} names no linear of this model; names look like {linears[0]}, and * "
-                    "stands for any characters"
+                    f"scheme.{what}: {pattern!r} names no linear{never} of this model; names look like {linears[0]}, "
+                    "and * stands for any characters"
                 )
     found = {name: fmt for name in linears if (fmt := scheme.format_of(name)) is not None}
     if not found:

@@ -28,7 +28,7 @@ from calibrate import check, table
 from calibrate.block import Block, Chosen, Seconds
 from calibrate.streams import STATES, TOKEN_WEIGHTS, Streams
 from qat import plugins
-from qat.artifact import REST, block_file, check_finite, read_block, save_tensors, write_meta
+from qat.artifact import REST, block_file, check_finite, is_whole, read_block, save_tensors, write_meta
 from qat.checkpoint import Tensors
 from qat.model import Model
 from qat.parent import side_files
@@ -80,7 +80,7 @@ def run(
     runner.prepare()
     out.mkdir(parents=True, exist_ok=True)
     todo = runner.todo()
-    if runner.writes and not (out / REST).exists():
+    if runner.writes and not is_whole(out / REST):
         outside = [name for name in tensors.names() if not name.startswith(runner.model.arch.blocks + ".")]
         with runner.seconds.of("embedding and head"):
             save_tensors({name: runner.read(name) for name in outside}, out / REST)
@@ -172,8 +172,8 @@ class _Runner:
             )
 
     def todo(self) -> list[int]:
-        """The blocks without a file, as rank 0 sees them."""
-        said = [[index for index in range(self.num_blocks) if not (self.out / block_file(index)).exists()]]
+        """The blocks without a whole file, as rank 0 sees them."""
+        said = [[index for index in range(self.num_blocks) if not is_whole(self.out / block_file(index))]]
         if self.world > 1:
             dist.broadcast_object_list(said)
         return said[0]

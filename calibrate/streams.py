@@ -126,8 +126,9 @@ class Streams:
     def _checked(self, index: int, hidden: Tensor) -> Tensor:
         if not torch.isfinite(hidden).all():
             raise ValueError(
-                f"block {index} gives non-finite values on the calibration text in {self.model.dtype}; "
-                "set compute.dtype to bfloat16 or float32"
+                f"block {index} gives non-finite values on the calibration text in {self.model.dtype}; set "
+                "compute.dtype to bfloat16 or float32, or, where even that overflows, choose another revision of the "
+                "parent"
             )
         return hidden
 

@@ -27,6 +27,7 @@ from calibrate.inputs import InputStats
 from calibrate.range import max as widest
 from calibrate.round import nearest
 from calibrate.rows import at, each
+from qat import manifest
 from qat.quant import Quantized, dequantize
 from qat.scheme import TensorFormat
 
@@ -132,8 +133,8 @@ def read(path: Path) -> list[dict[str, str]]:
 def join(parts: list[Path], out: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
     """Put the tables of all blocks into one, and remove them; returns its rows, also when that was done before."""
     if all(part.exists() for part in parts):
-        write([row for part in parts for row in read(part)], out.with_name(out.name + ".part"), columns)
-        out.with_name(out.name + ".part").replace(out)
+        with manifest.whole(out) as whole:
+            write([row for part in parts for row in read(part)], whole, columns)
     for part in parts:
         part.unlink(missing_ok=True)
     return read(out)

@@ -120,6 +120,20 @@ def check_slots(format_name: str, carrier: Carrier) -> None:
         )
 
 
+def check_range(format_name: str, artifact: Artifact, dtype: torch.dtype) -> None:
+    """Tensors that are stored as they are stay finite in the dtype that engines load them in."""
+    most = torch.finfo(dtype).max
+    parts = {f"{name}.{part}" for name in artifact.formats for part in ("codes", "scale", "zero", "input_scale")}
+    for name, (held, _) in stored(artifact).items():
+        if name not in parts and held in (torch.bfloat16, torch.float32) and torch.finfo(held).max > most:
+            largest = artifact.raw(name).abs().max().item()
+            if largest > most:
+                raise ValueError(
+                    f"{name} holds {largest:.6g}, but {format_name} would be served in {dtype}, at most {most:g}; "
+                    "set model.dtype to bfloat16"
+                )
+
+
 def check_multiples(who: str, layers: Sequence[Layer], rows: int = 1, columns: int = 1) -> None:
     """Outputs and inputs of every layer are multiples of what `who` (a format or engine) works in."""
     for layer in layers:

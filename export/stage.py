@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from export._layers import layers
+from export._layers import check_range, layers
 from export.carrier import Carrier, carrier
 from qat import plugins
 from qat.arch import Arch, arch_of
@@ -71,6 +71,8 @@ def check(artifact: Artifact, chosen: Carrier, formats: Collection[str], engines
     found = layers(artifact)
     for name in formats:
         plugins.find("export.formats", name).check(artifact, chosen)
+        if name != "dense":  # which is loaded in a dtype that holds everything
+            check_range(name, artifact, chosen.dtype)
         for engine in engines:
             if loads(engine, name, {layer.kind for layer in found}):
                 plugins.find("export.engines", engine).check(name, found, chosen.arch)

@@ -7,12 +7,14 @@ from collections.abc import Collection, Iterator
 from gate._check import Fault
 from gate.readers import Export
 from gate.readers._export import COMP, FLOATS
+from qat.arch import known as known_archs
 
 AGAIN = "export again"
 
 
 def check(export: Export, engines: Collection[str]) -> Iterator[Fault]:
     """Faults that show without reading a weight."""
+    yield from _class(export)
     linears = [name for index in range(export.config.num_hidden_layers) for name in export.arch.block_linears(index)]
     slots = {f"{name}.bias" for name in linears}
     wanted = {name: shape for name, shape in export.shapes.items() if name not in slots}
@@ -42,6 +44,15 @@ def check(export: Export, engines: Collection[str]) -> Iterator[Fault]:
         yield Fault("unexpected", name, f"stored ({export.stored[name].dtype})", rule, "leave it out")
     yield from _biases(export, linears, engines)
     yield from _choice(export, linears)
+
+
+def _class(export: Export) -> Iterator[Fault]:
+    """Engines choose the model class by `architectures`, transformers and Tare by `model_type`."""
+    right, named = export.arch.class_name, getattr(export.config, "architectures", None) or []
+    others = {arch.class_name for arch in known_archs().values()} - {right}
+    if not named or others & set(named):
+        rule = f"engines choose the class by it, and model_type is {export.config.model_type}"
+        yield Fault("config", "config.json", f"architectures {named or None}", rule, f"write [{right!r}]")
 
 
 def _quantized(export: Export, name: str) -> Iterator[Fault]:

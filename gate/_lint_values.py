@@ -32,6 +32,8 @@ def check(export: Export) -> Iterator[Fault]:
             yield from _finite(name, value)
             if part in ("bias", "comp_bias"):
                 yield from _exact(name, value, serving)
+            else:
+                yield from _in_range(name, value, serving)
     for name in export.linears:
         rows, columns = export.shapes[f"{name}.weight"]
         for broken in export.broken_rules(name, rows, columns):
@@ -73,6 +75,17 @@ def _exact(name: str, value: Tensor, serving: torch.dtype | None) -> Iterator[Fa
         what = f"{was:.9g} becomes {becomes:.9g} in {dtype}, {int(bad.sum())} such values"
         rule = f"config.json says {dtype}, in which engines keep it"
         yield Fault("rounded", name, what, rule, "round scales and biases to the serving dtype before choosing codes")
+
+
+def _in_range(name: str, value: Tensor, serving: torch.dtype | None) -> Iterator[Fault]:
+    """What is finite as stored is finite as loaded."""
+    if serving is None or torch.finfo(value.dtype).max <= torch.finfo(serving).max:
+        return
+    bad = value.abs() > torch.finfo(serving).max
+    if bad.any():
+        dtype = str(serving).removeprefix("torch.")
+        what = f"{value[bad][0].item():.6g} becomes infinite in {dtype}, {int(bad.sum())} such values"
+        yield Fault("range", name, what, f"config.json says {dtype}, which engines load it in", "serve it in bfloat16")
 
 
 def _fused(export: Export) -> Iterator[Fault]:

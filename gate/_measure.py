@@ -17,7 +17,6 @@ measured later needs no pass of the parent.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -26,9 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from qat import manifest
+from qat.artifact import is_whole, save_whole
 from qat.model import WAVE_BYTES, Model
 
 VERSION = 2  # raised when the numbers change
@@ -174,14 +175,13 @@ def measure_many(
 
 def _parent_states(parent: Model, wave: Tensor, batch: int, file: Path | None) -> list[Tensor]:
     """The parent's last hidden states (1, length, hidden) of each window of a wave, from `file` when it is there."""
-    if file is not None and file.is_file():
+    if file is not None and is_whole(file):
         return list(load_file(file, device=str(parent.device))["hidden"].split(1))
     states = list(parent.hidden(wave, batch))
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f"{file.name}.part{os.getpid()}")
-        save_file({"hidden": torch.cat(states).cpu()}, part)
-        os.replace(part, file)
+        with manifest.whole(file) as part:
+            save_whole({"hidden": torch.cat(states).cpu()}, part)
     return states
 
 

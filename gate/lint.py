@@ -18,7 +18,7 @@ from qat import plugins
 from qat.artifact import Artifact
 from qat.scheme import Section
 
-VERSION = 2
+VERSION = 3
 
 
 class Options(Section):
@@ -40,6 +40,7 @@ def check(
         return faults
     try:
         export = open_export(folder)
+        _ = export.shapes
     except ValueError as error:
         return [Fault("config", str(folder), str(error), "the gate must be able to read it", "export it again")]
     levels: list[Callable[[], Iterator[Fault]]] = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,13 @@ def read(argv: list[str]) -> tuple[Path, dict[str, Any], list[str]]:
         raise RecipeError(f"{file}: {error}") from error
     if not isinstance(values, dict):
         raise RecipeError(f"{file} holds a {type(values).__name__}, not a mapping of sections (model:, data:, ...)")
-    wrong: list[str] = []
-    for argument in argv:
-        if not argument.startswith("recipe="):
-            try:
-                override(values, argument)
-            except RecipeError as error:
-                wrong.append(str(error))
+    overrides = [argument for argument in argv if not argument.startswith("recipe=")]
+    wrong = list(without_effect(overrides))
+    for argument in overrides:
+        try:
+            override(values, argument)
+        except RecipeError as error:
+            wrong.append(str(error))
     if values.get("name") is None:
         values["name"] = file.stem
     return file, values, wrong + settle_paths(values, file.parent)
@@ -105,6 +106,15 @@ def find_recipe(text: str) -> Path:
         if candidate.is_file():
             return candidate
     raise RecipeError(f"recipe={text}: no such file, nor recipes/{text}{did_you_mean(text, _shipped())}")
+
+
+def without_effect(overrides: list[str]) -> Iterator[str]:
+    """Problems: a key that a later argument sets again, itself or as a part of a whole section."""
+    keys = [argument.partition("=")[0] for argument in overrides]
+    for place, key in enumerate(keys):
+        later = next((b for b in range(place + 1, len(keys)) if f"{key}.".startswith(f"{keys[b]}.")), None)
+        if later is not None:
+            yield f"{overrides[place]} has no effect, as {overrides[later]} comes after it; give one of them"
 
 
 def override(values: dict[str, Any], argument: str) -> None:

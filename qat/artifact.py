@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from qat import manifest
 from qat.checkpoint import SafetensorsFolder
 from qat.quant import Quantized, dequantize, pack_nibbles, unpack_nibbles
 from qat.scheme import Scheme, TensorFormat
@@ -38,9 +41,27 @@ def block_file(index: int) -> str:
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file whole or not at all, names sorted so that equal content is equal bytes."""
     check_finite(tensors)
-    part = path.with_name(path.name + ".part")
-    save_file({k: tensors[k].contiguous().cpu() for k in sorted(tensors)}, part, metadata={"format": "pt"})
-    os.replace(part, path)
+    with manifest.whole(path) as part:
+        save_whole({k: tensors[k].contiguous().cpu() for k in sorted(tensors)}, part)
+
+
+def save_whole(tensors: dict[str, Tensor], path: Path) -> None:
+    """safetensors' `save_file`, with an OSError for what the disk refuses."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if refused := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(refused[1]), os.strerror(int(refused[1])), str(path)) from error
+        raise
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a safetensors file is there, with a header that accounts for all its bytes."""
+    try:
+        with safe_open(path, framework="pt"):
+            return True
+    except (FileNotFoundError, SafetensorError):
+        return False
 
 
 def check_finite(tensors: dict[str, Tensor]) -> None:

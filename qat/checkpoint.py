@@ -5,14 +5,16 @@ Everything that reads weights (a parent, an artifact, an exported directory) off
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-INDEX = "model.safetensors.index.json"
+from qat.index import INDEX, weight_map
+
+__all__ = ["IGNORED", "INDEX", "Entry", "SafetensorsFolder", "Tensors"]
+
 IGNORED = ".rotary_emb.inv_freq"  # a buffer that old Llama checkpoints store and transformers computes
 
 
@@ -22,6 +24,13 @@ class Tensors(Protocol):
     def names(self) -> list[str]: ...
 
     def get(self, name: str) -> Tensor: ...
+
+
+class Entry(NamedTuple):
+    """What a header says of a tensor. dtype: as it spells it (`BF16`, `F32`, `I64`...)."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class SafetensorsFolder:
@@ -53,14 +62,9 @@ class SafetensorsFolder:
         return files
 
     def _read_index(self, index: Path) -> None:
-        weight_map = json.loads(index.read_text()).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{index} has no weight_map")
-        self._file_of = dict(weight_map)
-        for file in sorted(set(weight_map.values())):
-            if Path(file).name != file:
-                raise ValueError(f"{index} points to {file!r}, outside its folder; shards must lie beside the index")
-            missing = {n for n, f in weight_map.items() if f == file} - set(self._keys(file))
+        self._file_of = weight_map(index)
+        for file in self.files():
+            missing = {n for n, f in self._file_of.items() if f == file} - set(self._keys(file))
             if missing:
                 raise ValueError(
                     f"{index} says that {file} holds {min(missing)}, but it does not; the shard is not whole"
@@ -73,7 +77,8 @@ class SafetensorsFolder:
     def _open(self, file: str) -> Any:
         path = self.folder / file
         if not path.is_file():
-            raise ValueError(f"{path} is missing; the index names it")
+            why = "the index names it" if (self.folder / INDEX).is_file() else "its folder lists it, or did"
+            raise ValueError(f"{path} is missing; {why}: fetch it again")
         try:
             return safe_open(path, framework="pt")
         except SafetensorError as error:
@@ -84,6 +89,16 @@ class SafetensorsFolder:
 
     def names(self) -> list[str]:
         return [name for name in self._file_of if not name.endswith(IGNORED)]
+
+    def entries(self) -> dict[str, Entry]:
+        """Dtype and shape of every tensor of `names()`; reads headers only."""
+        found = {}
+        for file in self.files():
+            with self._open(file) as f:
+                for name in f.keys():  # noqa: SIM118 - not a dict
+                    part = f.get_slice(name)
+                    found[name] = Entry(part.get_dtype(), tuple(part.get_shape()))
+        return {name: found[name] for name in self.names()}
 
     def files(self) -> list[str]:
         return sorted(set(self._file_of.values()))

@@ -51,10 +51,12 @@ class Job:
         """The stage that step `index` works on."""
         return self.made[self.steps[index].parents[0]]
 
+    @cache  # noqa: B019, one job per run
     def check_texts(self) -> None:
         """Read every text that a later stage needs, so that a bad one fails before any work is done.
 
-        Raises ValueError when evaluation text is also calibration or training text.
+        Raises ValueError when evaluation text is also calibration or training text. Every stage that reads text asks,
+        as those before it may be an earlier run's, on other texts.
         """
         used = {"calibration": self.calibration.windows}
         for length in sorted({one.train.length for _, one in self.recipe.by_variant if one.train}):
@@ -92,7 +94,14 @@ class Job:
         longest = getattr(self.parent.config, "max_position_embeddings", None)
         if longest and length > longest:
             raise ValueError(f"windows of {length} tokens are longer than the model reads ({longest}); shorten length")
-        return windows(self.parent.tokenizer, text.source, length, sequences, seed, text.split, text.column)
+        tokenizer, rows = self.parent.tokenizer, self.parent.config.vocab_size
+        found = windows(tokenizer, text.source, length, sequences, seed, text.split, text.column)
+        if (largest := int(found.windows.max())) >= rows:
+            raise ValueError(
+                f"{text.source}: the tokenizer writes {tokenizer.convert_ids_to_tokens(largest)!r} as {largest}, but "
+                f"the model has {rows} tokens (vocab_size of config.json); take the tokenizer that belongs to the model"
+            )
+        return found
 
 
 def device(compute: Compute) -> torch.device:

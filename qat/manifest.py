@@ -5,6 +5,7 @@ Nothing here needs torch. Nothing from the environment is ever written.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -14,7 +15,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import psutil
 from qat import __version__
 
 FILE = "manifest.json"
+WRITTEN = {"files", "parents", "metrics", "seconds", "peak_rss_gb", "peak_gpu_gb"}  # of a manifest, and read again
 RACY_SECONDS = 2.0  # a file younger than this may still change within one tick of its time stamp
 
 
@@ -38,23 +41,48 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file whole or not at all."""
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Where to write a file that is to be there whole or not at all, also after a power cut or on a full disk."""
     part = path.with_name(f"{path.name}.part{os.getpid()}")
-    with part.open("w", encoding="utf-8") as f:
-        json.dump(value, f, indent=1, ensure_ascii=False)
-        f.write("\n")
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(part, path)
+    try:
+        yield part
+        fsync(part)  # else the new name may outlive a power cut, and the bytes may not
+        os.replace(part, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write to an open file does not say where
+        raise
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any, allow_nan: bool = True) -> None:
+    """Write a JSON file whole or not at all."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=allow_nan)
+    with whole(path) as part:
+        part.write_text(text + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError, naming the file, when it holds none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing") from error
+    except ValueError as error:  # no UTF-8, or no JSON
+        raise ValueError(f"{path} is not JSON: {error}; it was cut short, or is not what its name says") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a JSON {type(found).__name__}, where an object is expected")
+    return found
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a finished stage, or None: a folder without one is not finished."""
+    """The manifest of a finished stage, or None: a folder without one, or with half of one, is not finished."""
     try:
-        return json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        found = read_json(folder / FILE)
+    except ValueError:
         return None
+    return found if found.keys() >= WRITTEN else None
 
 
 def list_files(folder: Path) -> dict[str, dict[str, Any]]:
@@ -125,16 +153,42 @@ def redact(text: str) -> str:
     return re.sub(r"(\w+://[^\s:/@]*):[^\s/@]+@", r"\1:***@", text)
 
 
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def told(error: BaseException) -> str:
+    """An error in one sentence for people, with the way out where the error itself cannot know it."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.errno in FULL:
+        text += "; free some disk or set output=FOLDER on a larger one, and run again: what is finished is kept"
+    elif isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        text += "; make it writable and readable for this user, or set output=FOLDER elsewhere"
+    elif is_out_of_memory(error):
+        what = " ".join(str(error).split())[:300] or type(error).__name__
+        text = (
+            f"out of memory: {what}; lower train.micro_batch, the lengths under data or compute.activation_gb, or take "
+            "a larger machine: what is finished is kept"
+        )
+    return redact(text)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was refused: by Python, or by torch, which has a class of its own for a GPU's only."""
+    said = ("can't allocate memory", "out of memory")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+    )
+
+
 class Fingerprints:
     """sha256 of input files, remembered in a JSON file by path, size and time of change: weights are read once."""
 
     def __init__(self, memory: Path) -> None:
         self.memory = memory
         self._known: dict[str, list[Any]] = {}
-        try:
-            self._known = json.loads(memory.read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):  # only a memory: without it files are read again
-            self._known = {}
+        with suppress(ValueError):  # only a memory: without it files are read again
+            known = read_json(memory)
+            self._known = {path: line for path, line in known.items() if isinstance(line, list) and len(line) == 3}
 
     def of(self, path: Path) -> str:
         """sha256 of a file."""

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,14 +26,28 @@ STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 def skeleton(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """transformers' model on the meta device, with one linear per expert and the module names of hub checkpoints.
 
-    Writes the dtype into `config`. Raises ValueError for an unknown architecture.
+    Writes the dtype into `config`. Raises ValueError for an unknown architecture, or an activation function or rotary
+    embedding that transformers does not have.
     """
     arch = arch_of(config)
-    with torch.device("meta"):
-        root = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    try:
+        with torch.device("meta"):
+            root = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    except KeyError as error:
+        raise ValueError(f"the config asks for {error}, which transformers does not have; correct the field") from error
     for index, block in enumerate(root.get_submodule(arch.blocks)):
         split_experts(block, arch.at(index))
     return root.requires_grad_(False)
+
+
+def refuse_stacked(arch: Arch, names: Iterable[str]) -> None:
+    """Raise ValueError when a checkpoint holds all experts of a block in one tensor."""
+    stacked = min((name for name in names if name.endswith(STACKED)), default=None)
+    if arch.experts and stacked:
+        raise ValueError(
+            f"{stacked} holds the experts stacked, as transformers computes with them; hub checkpoints and engines "
+            "have them one by one: save the model with save_pretrained(folder, save_original_format=True)"
+        )
 
 
 class _Recorder(nn.Module):
@@ -78,7 +92,7 @@ class Model:
         self._set(self.arch.rotary, type(rotary)(config=config).to(self.device))
         self._names = {name for name in tensors.names() if not name.endswith(IGNORED)}
         self._block_names = self._by_block()
-        self._refuse_stacked()
+        refuse_stacked(self.arch, self._names)
         self._kwargs: dict[int, list[dict[str, Any]]] = {}
         self._tied = bool(getattr(config, "tie_word_embeddings", False))
         if self._tied and f"{self.arch.head}.weight" in self._names:
@@ -97,14 +111,6 @@ class Model:
                 if index.isdigit() and int(index) < len(found):
                     found[int(index)].append(rest)
         return found
-
-    def _refuse_stacked(self) -> None:
-        stacked = min((name for name in self._names if name.endswith(STACKED)), default=None)
-        if self.arch.experts and stacked:
-            raise ValueError(
-                f"{stacked} holds the experts stacked, as transformers computes with them; hub checkpoints and engines "
-                "have them one by one: save the model with save_pretrained(folder, save_original_format=True)"
-            )
 
     def _set(self, path: str, module: nn.Module) -> None:
         parent, _, leaf = path.rpartition(".")

@@ -7,7 +7,6 @@ A variant's stage that has the same content as another's is the same stage, and 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +15,10 @@ from typing import Any
 
 from qat import plugins
 from qat.arguments import KEYWORDS
+from qat.index import INDEX, weight_map
 from qat.recipe import BOUNDS, Recipe
 from qat.sections import ANSWERS
 from qat.stages import stage_key
-
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def model_files(folder: Path) -> list[Path]:
     """The files of a checkpoint that decide results: its weights, config and tokenizer, sorted."""
     index = folder / INDEX
     if index.is_file():
-        weights = {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        weights = {folder / name for name in weight_map(index).values()}
     else:
         weights = set(folder.glob("*.safetensors"))
     patterns = ("config.json", "tokenizer*", "vocab.*", "merges.txt", "*.model", "special_tokens_map.json")

@@ -6,7 +6,6 @@ Whatever it was, it ends as a local Hugging Face folder with safetensors weights
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -15,10 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer
 
+from qat import fits
 from qat.arch import Arch, arch_of, find
 from qat.checkpoint import SafetensorsFolder
+from qat.manifest import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "recipes" / "demo" / "model"
@@ -38,11 +40,7 @@ class Parent:
 
     @cached_property
     def config(self) -> Any:
-        try:
-            return AutoConfig.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
-        except ValueError:  # not known to transformers; our own error names the architectures that we know
-            find(SimpleNamespace(**json.loads((self.folder / "config.json").read_text(encoding="utf-8"))))
-            raise
+        return read_config(self.folder, self.trust_remote_code)
 
     @cached_property
     def arch(self) -> Arch:
@@ -58,14 +56,26 @@ class Parent:
             raise ValueError(
                 f"{self.folder} has no tokenizer files; text cannot be read: copy the model's tokenizer there"
             )
-        return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if (self.folder / name).is_file():
+                read_json(self.folder / name)
+        try:
+            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"the tokenizer files of {self.folder} make no tokenizer: {type(error).__name__}: {one_line(error)}; "
+                "fetch them again"
+            ) from error
 
     def files(self) -> list[Path]:
         """The files whose content decides the results: weights, config, tokenizer."""
         return [self.folder / f for f in self.tensors.files()] + side_files(self.folder)
 
     def check(self) -> Parent:
-        """Raise ValueError for an unknown architecture, an already quantized model, bad shards or no tokenizer."""
+        """Raise ValueError for an unknown architecture, an already quantized model, bad shards or no tokenizer.
+
+        Also for tensors that do not fit the config; no weight is read.
+        """
         if getattr(self.config, "quantization_config", None):
             method = self.config.quantization_config.get("quant_method")
             raise ValueError(f"{self.name} is already quantized ({method}); Tare starts from full-precision weights")
@@ -73,7 +83,36 @@ class Parent:
         size, rows = len(self.tokenizer), self.config.vocab_size
         if size > rows:
             raise ValueError(f"the tokenizer of {self.name} has {size} tokens, its config only {rows} (vocab_size)")
+        fits.check(self.config, self.tensors.entries(), self.name)
         return self
+
+
+def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The config of a checkpoint. Raises ValueError, naming the file, when there is none that transformers takes."""
+    said = read_config_json(folder)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except StrictDataclassError as error:  # a field of a type or value that the architecture cannot have
+        raise ValueError(f"{folder / 'config.json'}: {one_line(error)}; correct the field") from error
+    except ValueError:  # not known to transformers; our own error names the architectures that we know
+        find(SimpleNamespace(**said))
+        raise
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """config.json as it stands. Raises ValueError, naming the file, when it is no config."""
+    said = read_json(folder / "config.json")
+    if not isinstance(said.get("quantization_config"), dict | None):
+        raise ValueError(
+            f"{folder / 'config.json'}: quantization_config is {said['quantization_config']!r}, where an object is "
+            "expected; correct the field"
+        )
+    return said
+
+
+def one_line(error: Exception) -> str:
+    """An error of another library as one line, cut where it becomes a page."""
+    return " ".join(str(error).split())[:300]
 
 
 def side_files(folder: Path) -> list[Path]:

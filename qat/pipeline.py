@@ -53,6 +53,7 @@ def train_(job: Job, index: int, out: Path) -> dict[str, Any]:
     """Artifact -> artifact with trained biases and scales; on all ranks."""
     recipe, parent = job.recipe_of(job.steps[index]), job.parent
     assert recipe.train is not None, "a recipe without a train section has no train stage"
+    job.check_texts()
     slots, left_out = trainable_biases(parent.arch, parent.config, recipe.export.engines)
     if left_out and "bias" in recipe.train.learn:
         report.say(left_out)
@@ -72,6 +73,7 @@ def export_(job: Job, index: int, out: Path) -> dict[str, Any]:
 def gate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     """Exported directories, read back, against the parent: faults and measurements, no judgement yet."""
     check_bytes(job)
+    job.check_texts()
     parent = job.parent
     states, exports = states_of(job), exports_of(job)
     checks, cache = job.recipe.gate or {}, job.run.folder.parent / ".measured"  # one for all runs

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from qat.manifest import read_json
 from qat.outline import model_files
 
 # bytes of GGUF's fixed-size metadata types by their number; 8 is a string, 9 an array (GGUF specification, version 3)
@@ -44,12 +45,13 @@ class Sizes:
 
 def of_folder(folder: Path) -> Sizes:
     """The sizes of a Hugging Face folder. Raises ValueError for a broken safetensors header."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     files = [path for path in model_files(folder) if path.suffix == ".safetensors"]
     shapes = {name: shape for file in files for name, shape in safetensors_shapes(file)}
-    return _count(
-        shapes, config.get("vocab_size", 0), config.get("hidden_size", 0), sum(f.stat().st_size for f in files)
-    )
+    for key in ("vocab_size", "hidden_size"):
+        if not isinstance(config.setdefault(key, 0), int):
+            raise ValueError(f"{folder / 'config.json'}: {key} is {config[key]!r}, where a whole number is expected")
+    return _count(shapes, config["vocab_size"], config["hidden_size"], sum(f.stat().st_size for f in files))
 
 
 def of_gguf(path: Path) -> Sizes:

@@ -10,7 +10,6 @@ read it (no collective waits, so nothing times out during an hour of rounding).
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -95,7 +94,7 @@ class Run:
             return
         if error is not None:
             interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-            text = "interrupted" if interrupted else manifest.redact(f"{type(error).__name__}: {error}")
+            text = "interrupted" if interrupted else manifest.told(error)
             self._log.fail(text)
             self._finish = {**self._finish, "status": "failed", "error": text}
         manifest.write_json(self.folder / "summary.json", self.summary())
@@ -114,9 +113,8 @@ class Run:
         said = self._finish
         released = said.get("last_released")
         if released is None:  # an earlier run's release still stands
-            with suppress(FileNotFoundError, json.JSONDecodeError):
-                before = json.loads((self.folder / "summary.json").read_text(encoding="utf-8")).get("last_released")
-                released = before if before and (self.folder / before).exists() else None
+            before = _summary_of(self.folder).get("last_released")
+            released = before if isinstance(before, str) and (self.folder / before).exists() else None
         out = {
             "status": said["status"],
             "exports": said.get("exports", {}),
@@ -189,7 +187,11 @@ class Run:
         partial.mkdir(exist_ok=True)
         self._log.add(key, "working")
         with manifest.Peak() as peak:
-            metrics = work(partial)
+            try:
+                metrics = work(partial)
+            except OSError as error:
+                error.filename = error.filename or str(partial)  # a write to an open file does not say where
+                raise
         for torn in partial.rglob("*.part*"):  # of a write that a kill stopped
             torn.unlink()
         assert not (partial / manifest.FILE).exists(), (
@@ -240,8 +242,16 @@ def disown(argv: list[str], error: str) -> None:
         return  # not even the folder can be read from it
     path = Path(str(values.get("output", "runs"))) / str(values.get("name")) / "summary.json"
     if report.is_main() and path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = _summary_of(path.parent)
         manifest.write_json(path, {**before, "status": "failed", "error": manifest.redact(error), "stages": []})
+
+
+def _summary_of(folder: Path) -> dict[str, Any]:
+    """What the last run said; nothing when it said nothing, or half of it."""
+    try:
+        return manifest.read_json(folder / "summary.json")
+    except ValueError:
+        return {}
 
 
 def _lock(folder: Path) -> Any:

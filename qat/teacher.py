@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -161,6 +162,8 @@ class _Store:
         for name, (dtype, shape) in layout.items():
             file = str(path.with_name(f"{path.name}-{name}.bin"))
             size = torch.Size(shape).numel()
+            with open(file, "ab") as f:  # the space is taken now: a full disk is an error here, not a crash later
+                os.posix_fallocate(f.fileno(), 0, size * dtype.itemsize)
             self._tensors[name] = torch.from_file(file, shared=True, size=size, dtype=dtype).view(shape)
 
     def __getitem__(self, name: str) -> Tensor:

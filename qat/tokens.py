@@ -81,12 +81,17 @@ def _column(row: Any, column: str, where: str) -> str:
     if not isinstance(row, dict) or not isinstance(row.get(column), str):
         have = sorted(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(f"{where} has no text column {column!r} (found {have}); set data.<part>.column")
+    try:
+        row[column].encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} is no text: {error}; write the file again with whole characters") from error
     return row[column]
 
 
 def _hub_documents(source: str, split: str | None, column: str) -> Iterator[str]:
     if source.startswith(("/", ".", "~")) or Path(source).suffix in {".txt", ".jsonl", ".parquet", ".xz", ".gz"}:
-        raise ValueError(f"text file {source} does not exist")
+        what = "is a folder, not a text file" if Path(source).is_dir() else "does not exist"
+        raise ValueError(f"text file {source} {what}")
     from datasets import load_dataset
 
     try:

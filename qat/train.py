@@ -56,7 +56,12 @@ def main(argv: list[str]) -> int:
         disown(argv, str(error))
         return 2
     except (ValueError, RunError, FloatingPointError, OSError) as error:
-        report.complain(f"{type(error).__name__}: {manifest.redact(str(error))}")
+        report.complain(manifest.told(error))
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        if not manifest.is_out_of_memory(error):
+            raise
+        report.complain(manifest.told(error))
         return 1
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from gate.readers._export import Export, InputQuant, Spec
 from qat import plugins
+from qat.parent import read_config_json
 
 __all__ = ["Export", "InputQuant", "Spec", "detect", "open_export"]
 
@@ -31,7 +31,7 @@ def detect(folder: Path) -> tuple[str, dict[str, Any]]:
     """(file of gate/readers, quantization config). `dense` and {} for a plain checkpoint."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json; give the folder of an exported checkpoint")
-    inline = _read(folder / "config.json").get("quantization_config") or {}
+    inline = read_config_json(folder).get("quantization_config") or {}
     method = str(inline.get("quant_method", ""))
     if (folder / "hf_quant_config.json").is_file() or method.startswith("modelopt"):
         if method and not method.startswith("modelopt"):
@@ -50,13 +50,3 @@ def detect(folder: Path) -> tuple[str, dict[str, Any]]:
             f"({', '.join(FORMAT_OF)}, modelopt); a new one is a new file gate/readers/{method or 'x'}.py"
         )
     return FORMAT_OF[method], inline
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is {type(found).__name__} JSON; an object is expected")
-    return found

@@ -12,12 +12,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from gate.readers._headers import Entry, read_header, weight_files
 from qat.arch import Arch, arch_of
 from qat.checkpoint import SafetensorsFolder
 from qat.model import skeleton
+from qat.parent import read_config
 
 # fp8 with a scale for each token, the same in int8, fp8 with one for each 128 inputs of a token; a static float32 scale
 # of fp8; or activations left alone
@@ -61,7 +61,7 @@ class Export(ABC):
     def __init__(self, folder: Path, quantization: dict[str, Any], comp_bias: Collection[str] = ()) -> None:
         self.folder, self.quantization, self.comp_bias = folder, quantization, frozenset(comp_bias)
         self.format = type(self).__module__.rpartition(".")[2]
-        self.config = AutoConfig.from_pretrained(folder)
+        self.config = read_config(folder)
         self.config.__dict__.pop("quantization_config", None)
         self.arch: Arch = arch_of(self.config)
         self.stored: dict[str, Entry] = {}

@@ -15,13 +15,13 @@ TensorRT-LLM reads hf_quant_config.json; vLLM reads `quantization_config` of con
 
 from __future__ import annotations
 
-import json
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
 from gate.readers._export import BLOCK, FLOATS, Export, InputQuant, Spec
+from qat.manifest import read_json
 
 CACHE = {"type": "float", "num_bits": 8}  # what config.json calls FP8
 INT4 = ("W4A16_AWQ", "W4A8_AWQ")
@@ -40,7 +40,7 @@ class Reader(Export):
         path = self.folder / "hf_quant_config.json"
         if not path.is_file():
             raise ValueError(f"{self.folder} has no hf_quant_config.json, the file TensorRT-LLM reads; write it")
-        legacy = json.loads(path.read_text(encoding="utf-8")).get("quantization") or {}
+        legacy = read_json(path).get("quantization") or {}
         sides = {path.name: legacy} | ({"config.json": self.quantization} if self.quantization else {})
         for file, side in sides.items():
             algorithms[file] = str(side.get("quant_algo")).upper()  # Model-Optimizer itself writes fp8_pb_wo

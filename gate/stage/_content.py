@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gate._inputs import CacheScales
 from gate.readers import InputQuant
+from qat import manifest
 from qat.arch import arch_of
 from qat.checkpoint import Tensors
 
@@ -73,7 +74,7 @@ def remembered(cache: Path, kind: str, key: str, compute: Callable[[], Any] | No
     Without `compute`: None when there is none.
     """
     path = cache / f"{kind}-{key}.json"
-    if path.is_file():
+    with suppress(FileNotFoundError, ValueError):  # half a file is no memory
         return json.loads(path.read_text(encoding="utf-8"))
     if compute is None:
         return None
@@ -85,6 +86,4 @@ def remembered(cache: Path, kind: str, key: str, compute: Callable[[], Any] | No
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file whole or not at all; a number that is not finite is an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part{os.getpid()}")
-    part.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    manifest.write_json(path, value, allow_nan=False)

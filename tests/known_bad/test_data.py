@@ -1,0 +1,130 @@
+"""Texts that are no good: found before any work, whichever stages are reused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tests.known_bad.case import Case, Note, Place, Spoil, check, given
+
+CALIBRATE = "until=calibrate"
+
+
+def text(content: str | bytes, name: str = "calibration.txt", part: str = "calibration") -> Spoil:
+    """Another file as one of the texts."""
+
+    def spoil(place: Place) -> list[str]:
+        path = place.root / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return [f"data.{part}.source={path}"]
+
+    return spoil
+
+
+def copied(part: str) -> Spoil:
+    """A text under the evaluation text's name, long enough to be cut into the same windows."""
+
+    def spoil(place: Place) -> list[str]:
+        shutil.copy(place.text(part), place.text("evaluation"))
+        return ["data.evaluation.sequences=null"]
+
+    return spoil
+
+
+def folder(place: Place) -> None:
+    place.text("calibration").unlink()
+    place.text("calibration").mkdir()
+
+
+def calibrated(place: Place) -> str:
+    made = json.loads((place.stage("calibrate") / "manifest.json").read_text())
+    assert made["metrics"]["tokens"] == 4 * 32 and made["metrics"]["linears"] == 14
+    return "calibrated on windows drawn from it"
+
+
+LINE = "word and word " * 20000
+CASES = [
+    Case("an empty text", "data", text(""), ("calibration.txt has 0 tokens, 0 windows of 32", "give more text")),
+    Case(
+        "a text of one token", "data", text("e"), ("calibration.txt has 1 tokens, 0 windows of 32", "a shorter length")
+    ),
+    Case(
+        "an empty training text",
+        "data",
+        text("", "training.txt", "training"),
+        ("training.txt has 0 tokens", "give more text"),
+    ),
+    Case(
+        "an empty evaluation text",
+        "data",
+        text("", "evaluation.txt", "evaluation"),
+        ("evaluation.txt has 0 tokens", "give more text"),
+    ),
+    Case(
+        "a text that is not UTF-8",
+        "data",
+        text(b"caf\xe9 \xff" * 1000),
+        ("calibration.txt is not UTF-8 text", "convert it first (iconv -t utf-8)"),
+    ),
+    Case("one huge line", "data", text(LINE), code=0, good=calibrated),
+    Case("one huge line of JSON", "data", text(json.dumps({"text": LINE}), "c.jsonl"), code=0, good=calibrated),
+    Case("zero bytes as text", "data", text(b"\0" * 5000), code=0, good=calibrated),
+    Case(
+        "a line of JSON cut short",
+        "data",
+        text('{"text": "abc"}\n{"text": ', "c.jsonl"),
+        ("c.jsonl line 2 is not JSON",),
+    ),
+    Case(
+        "half a character in JSON (lone surrogate)",
+        "data",
+        text('{"text": "\\ud800 abc"}\n', "c.jsonl"),
+        ("c.jsonl line 1 is no text", "surrogates not allowed", "write the file again"),
+    ),
+    Case(
+        "null where text belongs",
+        "data",
+        text('{"text": null}\n', "c.jsonl"),
+        ("c.jsonl line 1 has no text column 'text'", "set data.<part>.column"),
+    ),
+    Case("a file that is no parquet", "data", text(b"PAR1xxxx", "c.parquet"), ("c.parquet is not a parquet file",)),
+    Case(
+        "a compressed text cut short",
+        "data",
+        text(b"\x1f\x8bxx", "c.txt.gz"),
+        ("c.txt.gz is not a whole .gz file", "fetch it again"),
+    ),
+    Case("a folder as text", "data", folder, ("calibration.txt is a folder, not a text file",)),
+    Case(
+        "windows longer than the model reads",
+        "data",
+        given("data.calibration.length=512"),
+        ("windows of 512 tokens are longer than the model reads (256)", "shorten length"),
+    ),
+    Case(
+        "the training text under another name as evaluation text, calibration reused",
+        "data",
+        copied("training"),
+        ("evaluation.txt holds text of data.training", "a model is judged on text that it was not made with"),
+    ),
+    Case(
+        "the calibration text under another name as evaluation text, all but the gate reused",
+        "data",
+        copied("calibration"),
+        ("evaluation.txt holds text of data.calibration", "choose another one"),
+    ),
+    Case(
+        "the same file as calibration and evaluation text",
+        "recipe",
+        lambda place: [f"data.evaluation.source={place.text('calibration')}"],
+        ("data.evaluation.source: ", "calibration.txt is also the calibration text; judge on held-out text"),
+        code=2,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fault)
+def test_a_text_that_is_no_good(case: Case, place: Place, capsys: pytest.CaptureFixture[str], note: Note) -> None:
+    check(case, place, capsys, note)
