@@ -11,10 +11,12 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,14 @@ def write_json(path: Path, value: Any) -> None:
         f.flush()
         os.fsync(f.fileno())
     os.replace(part, path)
+
+
+def sweep(parts: Iterable[Path], min_age: float = 0.0) -> None:
+    """Remove what killed writers left, NAME.part and a process id, if it is at least so many seconds old."""
+    for path in parts:
+        with suppress(FileNotFoundError):  # its writer lives, and was faster
+            if time.time() - path.stat().st_mtime >= min_age:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def read(folder: Path) -> dict[str, Any] | None:
