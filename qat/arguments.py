@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from qat import plugins
 from qat.scheme import did_you_mean
 
 KEYWORDS = ("demo", "micro")  # model sources that are no path
+LARGEST, DEEPEST = 10_000, 50  # values in a recipe, levels of them
 FILE_SUFFIXES = {".gguf", ".txt", ".jsonl", ".parquet", ".xz", ".gz", ".safetensors"}
 
 
@@ -26,46 +27,99 @@ class RecipeError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars; a repeated key is an error."""
+    """YAML 1.2 scalars; a repeated key is an error, and so is nesting that only slows the scanner down."""
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        self._check_depth(self.flow_level)
+        super().fetch_flow_collection_start(token)
+
+    def add_indent(self, column: int) -> bool:
+        self._check_depth(len(self.indents))
+        return super().add_indent(column)
+
+    def _check_depth(self, depth: int) -> None:
+        if depth > DEEPEST:
+            raise RecipeError(f"line {self.line + 1} is nested deeper than {DEEPEST} levels")
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            if not isinstance(key, Hashable):
+                raise RecipeError(f"{key!r} in line {line} stands where a key is expected")
             if key_node.tag != "tag:yaml.org,2002:merge" and seen.setdefault(key, line) != line:
                 raise RecipeError(f"{key!r} stands twice, in line {seen[key]} and in line {line}; keep one")
         return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?[0-9]+", "-+0123456789"),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        "-+.0123456789",
-    ),
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("merge", r"<<", "<"),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
 
 
 def _float(text: str) -> float:
     return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
-_Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: _float(node.value))
+def _scalar(kind: str, read: Callable[[str], Any]) -> Callable[[_Loader, yaml.ScalarNode], Any]:
+    def construct(loader: _Loader, node: yaml.ScalarNode) -> Any:
+        text = str(loader.construct_scalar(node))
+        try:
+            return read(text)
+        except (ValueError, KeyError) as error:
+            raise RecipeError(f"{text[:40]!r} in line {node.start_mark.line + 1} is no {kind}") from error
+
+    return construct
+
+
+TAG = "tag:yaml.org,2002:"
+# nothing else can be constructed: no dates, no sets, no objects
+_Loader.yaml_constructors = {
+    f"{TAG}{kind}": yaml.SafeLoader.yaml_constructors[f"{TAG}{kind}"] for kind in ("str", "seq", "map")
+} | {None: yaml.SafeLoader.yaml_constructors[None]}
+_Loader.yaml_implicit_resolvers = {}
+for _kind, _pattern, _first, _read in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: {"true": True, "false": False}[text.lower()]),
+    ("int", r"[-+]?[0-9]+", "-+0123456789", int),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+        _float,
+    ),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""], {"": None, "~": None, "null": None}.__getitem__),
+):
+    _Loader.add_implicit_resolver(f"{TAG}{_kind}", re.compile(rf"^(?:{_pattern})$"), list(_first))
+    _Loader.add_constructor(f"{TAG}{_kind}", _scalar(_kind, _read))
+_Loader.add_implicit_resolver(f"{TAG}merge", re.compile("^<<$"), ["<"])
 
 
 def read_yaml(text: str) -> Any:
     """The value of a YAML text. Raises RecipeError with the place of a mistake."""
     try:
-        return yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise RecipeError("not YAML: " + " ".join(str(error).split())) from error
+    _check_extent(value)
+    return value
+
+
+def _check_extent(value: Any) -> None:
+    """Aliases may make a short text endless, and escapes may make text that no file takes."""
+    waiting, count = [value], 0
+    while waiting:
+        inner = waiting.pop()
+        count += 1
+        if count > LARGEST:
+            raise RecipeError(f"more than {LARGEST} values, by its aliases; write it out")
+        if isinstance(inner, dict):
+            waiting += [*inner.keys(), *inner.values()]
+        elif isinstance(inner, list):
+            waiting += inner
+        elif isinstance(inner, str):
+            _check_text(inner)
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RecipeError(f"{text!a} is not UTF-8 text") from error
 
 
 def read(argv: list[str]) -> tuple[Path, dict[str, Any], list[str]]:
@@ -73,6 +127,8 @@ def read(argv: list[str]) -> tuple[Path, dict[str, Any], list[str]]:
 
     Raises RecipeError when there is no one file to read.
     """
+    for argument in argv:
+        _check_text(argument)
     given = [argument.removeprefix("recipe=") for argument in argv if argument.startswith("recipe=")]
     if len(given) != 1:
         raise RecipeError(f"give one recipe=FILE, got {len(given)}; recipes/ has: {', '.join(_shipped())}")
@@ -101,9 +157,9 @@ def _shipped() -> list[str]:
 
 def find_recipe(text: str) -> Path:
     """`text` when that file exists, else recipes/`text` of the repository."""
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     for candidate in (path, plugins.ROOT / "recipes" / path):
-        if candidate.is_file():
+        if os.path.isfile(candidate):  # unlike Path's, it takes any text
             return candidate
     raise RecipeError(f"recipe={text}: no such file, nor recipes/{text}{did_you_mean(text, _shipped())}")
 
@@ -183,10 +239,10 @@ def locate(source: str, recipe_folder: Path) -> str | None:
 
     Looked for in the current directory, then in the repository, then beside the recipe.
     """
-    path = Path(source).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(source))
+    if os.path.exists(path):
         return str(path)
     for folder in (plugins.ROOT, recipe_folder):
-        if not path.is_absolute() and (folder / path).exists():
+        if not path.is_absolute() and os.path.exists(folder / path):
             return os.path.relpath(folder / path)
     return None

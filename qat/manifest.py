@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
 import threading
 import time
@@ -74,6 +75,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a JSON {type(found).__name__}, where an object is expected")
     return found
+
+
+def sweep(parts: Iterable[Path], min_age: float = 0.0) -> None:
+    """Remove what killed writers left, NAME.part and a process id, if it is at least so many seconds old."""
+    for path in parts:
+        with suppress(FileNotFoundError):  # its writer lives, and was faster
+            if time.time() - path.stat().st_mtime >= min_age:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def read(folder: Path) -> dict[str, Any] | None:

@@ -203,13 +203,14 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
             if name not in let_out:
                 continue
             shown = ("parent", label(step.variant, "rtn"), name)
+            rows = [row for row in verdict["table"] if row["state"] in shown]
             facts = card | {
                 "scheme": str(recipe.scheme),
                 "format": step.format,
                 "calibrate": recipe.model_dump()["calibrate"],
                 "train": recipe.model_dump()["train"],
                 "evaluation": verdict["evaluation"] | {"source": Path(job.evaluation.source).name},
-                "rows": [row for row in verdict["table"] if row["state"] in shown],
+                "rows": [{key: value for key, value in row.items() if key != "seconds"} for row in rows],
                 "confidence": verdict["statistics"]["confidence"],
                 "tasks": tasks_of(verdict, name),
                 "data": job.root,

@@ -6,7 +6,6 @@ Nothing here needs torch, so recipes are read and planned without it.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -235,4 +234,16 @@ def _pairs(dtype: str) -> str:
 
 def matches(pattern: str, name: str) -> bool:
     """True when `pattern`, where `*` stands for any run of characters, is the whole of `name`."""
-    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
+    first, *between = pattern.split("*")
+    if not between:
+        return name == pattern
+    *between, last = between
+    if len(name) < len(first) + len(last) or not (name.startswith(first) and name.endswith(last)):
+        return False
+    at, end = len(first), len(name) - len(last)
+    for part in between:  # the leftmost place leaves most for those after it
+        at = name.find(part, at, end)
+        if at < 0:
+            return False
+        at += len(part)
+    return True

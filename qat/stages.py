@@ -26,6 +26,7 @@ from qat.recipe import Recipe, RecipeError
 
 EXIT_CODES = {"released": 0, "ungated": 0, "failed": 1, "refused": 3, "anomalous": 3, "inconclusive": 4}
 UNFINISHED = "the run has not finished: it is still going, or it was killed"
+ABANDONED_SECONDS = 86400.0
 PARTIAL, OLD = ".partial", ".old"
 
 
@@ -80,6 +81,7 @@ class Run:
             except RunError as error:
                 self._log.fail(str(error))
                 raise
+            self._sweep()
             # whatever ends this process without a word, an earlier run's verdict must not stand for this one
             unfinished = {**self.summary(), "status": "failed", "error": UNFINISHED}
             manifest.write_json(self.folder / "summary.json", unfinished)
@@ -99,6 +101,18 @@ class Run:
             self._finish = {**self._finish, "status": "failed", "error": text}
         manifest.write_json(self.folder / "summary.json", self.summary())
         self._lock.close()
+
+    def _sweep(self) -> None:
+        """Remove torn files of killed runs; those in places that other runs share only when nobody can need them."""
+        manifest.sweep(self.folder.glob("[!.]*.part[0-9]*"))
+        shared = (
+            f"{self.folder.name}/.launch*.part[0-9]*",
+            ".fingerprints*.part[0-9]*",
+            ".parents/*.part[0-9]*",
+            ".measured/**/*.part[0-9]*",
+        )
+        for pattern in shared:
+            manifest.sweep(self.folder.parent.glob(pattern), ABANDONED_SECONDS)
 
     def finish(self, status: str, **said: Any) -> int:
         """Say how the run ended; returns the exit code.

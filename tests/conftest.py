@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # as in qat/train.py: read when torch loads
@@ -92,6 +93,17 @@ gate: {perplexity: {max_relative_increase: 0.05}, lint:}
 @pytest.fixture
 def fake_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with a few plugins, three texts and recipes/small.yaml, which is the working directory too."""
+    return make_root(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def module_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The same, one for all tests of a file."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield make_root(tmp_path_factory.mktemp("root"), monkeypatch)
+
+
+def make_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in PLUGINS.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
