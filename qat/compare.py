@@ -14,7 +14,7 @@ from gate.stage import table
 from qat import arguments, manifest, report, results
 from qat.job import device, dtype
 from qat.parent import Parent, open_parent
-from qat.sections import Compute
+from qat.sections import Compute, EvaluationText
 from qat.tokens import Corpus, windows
 
 REPORT, SUMMARY, MEASURED, PARENTS = "compare", "summary.json", ".measured", ".parents"
@@ -141,7 +141,7 @@ def _text(runs: dict[str, Ran], choices: Choices, parent: Parent) -> Corpus:
     known = [ran.recipe["data"]["evaluation"] for ran in runs.values() if ran.recipe["data"]["evaluation"]]
     text: dict[str, Any] = dict(known[0]) if known else {"length": 1024, "sequences": None}
     if choices.text is not None:
-        text |= {"source": choices.text, "split": None, "column": "text", "seed": None}
+        text = {key: text[key] for key in ("length", "sequences")} | {"source": choices.text}
     if "source" not in text:
         raise ValueError("no text to compare on: give --text, or a run that has evaluation text")
     if choices.sequences or choices.length:
@@ -150,8 +150,8 @@ def _text(runs: dict[str, Ran], choices: Choices, parent: Parent) -> Corpus:
     if longest and text["length"] > longest:
         raise ValueError(f"windows of {text['length']} tokens are longer than the model reads: --length {longest}")
     text["source"] = arguments.locate(text["source"], Path()) or text["source"]
-    keys = ("source", "length", "sequences", "seed", "split", "column")
-    return windows(parent.tokenizer, *(text[key] for key in keys))
+    asked = EvaluationText.model_validate(text)
+    return windows(parent.tokenizer, asked, asked.length, asked.sequences, asked.seed)
 
 
 def _data(runs: dict[str, Ran], parent: Parent, corpus: Corpus, found: dict[str, Any]) -> dict[str, Any]:

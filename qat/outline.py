@@ -21,6 +21,8 @@ from qat.sections import ANSWERS
 from qat.stages import stage_key
 
 INDEX = "model.safetensors.index.json"
+TEXTS, WINDOWS = ("calibration", "training", "evaluation"), ("sequences", "length", "seed")
+HELD_OUT = 1  # raised when `qat.overlap` cuts out other passages
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def _steps(variant: str | None, recipe: Recipe, root: dict[str, Any], first: int
     content = {
         "parent": root["parent"],
         "text": root["calibration"],
+        "held_out": root.get("held_out"),
         "scheme": dumped["scheme"],
         "calibrate": questions,
         "versions": {q: plugins.version(ANSWERS[q], chosen["name"]) for q, chosen in questions.items()},
@@ -90,6 +93,7 @@ def _steps(variant: str | None, recipe: Recipe, root: dict[str, Any], first: int
             "train": learning,
             "versions": versions,
             "text": root["training"],
+            "held_out": root.get("held_out"),
             "engines": engines,
             "compute": dtype,
         }
@@ -123,7 +127,9 @@ def inputs(recipe: Recipe, parent: Path, hash_of: Callable[[Path], str]) -> dict
     hash_of: such as `Fingerprints.of`. A hub dataset stands by its id and split. Where a text lies does not matter.
     """
     root: dict[str, Any] = {"parent": {path.name: hash_of(path) for path in model_files(parent)}}
-    for part, section in recipe.model_dump()["data"].items():
+    data = recipe.model_dump()["data"]
+    for part in TEXTS:
+        section = data[part]
         if section is not None:
             path = Path(section["source"])
             root[part] = {**section, "source": section["source"]}
@@ -132,6 +138,11 @@ def inputs(recipe: Recipe, parent: Path, hash_of: Callable[[Path], str]) -> dict
     tasks = (recipe.model_dump()["gate"] or {}).get("tasks")
     if tasks is not None:
         root["tasks"] = {name: hash_of(Path(path)) for name, path in tasks["offline"].items()}
+    if data["decontaminate"] and data["evaluation"]:  # the whole evaluation text, whatever windows of it are judged
+        held = {key: value for key, value in root["evaluation"].items() if key not in WINDOWS}
+        root["held_out"] = {"words": data["decontaminate"], "evaluation": held, "version": HELD_OUT}
+        if tasks is not None:
+            root["held_out"] |= {"offline": sorted(root["tasks"].values()), "lm_eval": sorted(tasks["lm_eval"])}
     return root
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,16 @@ from gate.stage import table
 from qat import manifest, report, results, training
 from qat.artifact import Artifact
 from qat.job import Job
+from qat.recipe import Recipe
 from qat.stages import Stage
 
 MEASURED = "measured.json"
+
+
+def task_texts(recipe: Recipe) -> Mapping[str, Iterable[str]]:
+    """The texts of the gate's tasks by the key that names them: nothing is learned from these either."""
+    asked = (recipe.model_dump()["gate"] or {}).get("tasks")
+    return gate.stage.task_texts(asked["offline"], asked["lm_eval"]) if asked else {}
 
 
 def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
@@ -33,7 +41,7 @@ def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     if set(recipe.export.formats) - {"dense"}:
         calibrate.check.whole_groups(parent.arch, parent.config.num_hidden_layers, recipe.scheme)
     with report.Steps("calibrate", total=parent.config.num_hidden_layers, unit="block") as steps:
-        return calibrate.observe.run(
+        metrics = calibrate.observe.run(
             parent.config,
             parent.tensors,
             recipe.scheme,
@@ -47,6 +55,7 @@ def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
             seed=recipe.data.calibration.seed,
             progress=lambda done, total, error: steps.advance(f"error {error:.4f}", by=done - steps.done),
         )
+    return metrics | {"overlap": job.calibration.overlap}
 
 
 def train_(job: Job, index: int, out: Path) -> dict[str, Any]:

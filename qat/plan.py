@@ -165,7 +165,7 @@ def _root(recipe: Recipe, folder: Path | None, memory: manifest.Fingerprints, no
     """Fingerprints of the inputs, or None while a large one was never hashed."""
     if folder is None:
         return None
-    texts = [Path(part["source"]) for part in recipe.model_dump()["data"].values() if part]
+    texts = [Path(part["source"]) for part in map(recipe.model_dump()["data"].get, outline.TEXTS) if part]
     unread = [p for p in [*outline.model_files(folder), *texts] if p.is_file() and memory.remembered(p) is None]
     if sum(path.stat().st_size for path in unread) > HASH_AT_ONCE:
         notes.append(

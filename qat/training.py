@@ -113,6 +113,7 @@ def run(
         "trained_parameters": sum(p.numel() for p in student.delta.values()),
         "ranks": accelerator.num_processes,
         "text": corpus.fingerprint,
+        "overlap": corpus.overlap,
         "checkpointed_blocks": checkpointed,
         "cuda_graph": graph,
         "ended": history["ended"],
