@@ -15,6 +15,7 @@ from qat import arguments, manifest, report, results
 from qat.job import device, dtype
 from qat.parent import Parent, open_parent
 from qat.sections import Compute, EvaluationText
+from qat.stages import kind
 from qat.tokens import Corpus, windows
 
 REPORT, SUMMARY, MEASURED, PARENTS = "compare", "summary.json", ".measured", ".parents"
@@ -167,8 +168,9 @@ def _data(runs: dict[str, Ran], parent: Parent, corpus: Corpus, found: dict[str,
             layers = ran.folder / stage["path"] / "layers.csv"
             if stage["name"] == "calibrate" and layers.is_file() and (shown := gate.report.layers(layers)):
                 said["layers"][label] = shown
-            if stage["name"] == "train" and stage["metrics"].get("loss"):
-                said["training"][label] = stage["metrics"]["loss"]
+            if kind(stage["name"]) == "train" and stage["metrics"].get("loss"):
+                several = "" if stage["name"] == "train" else stage["name"]
+                said["training"]["/".join(word for word in (label, several) if word)] = stage["metrics"]["loss"]
     said |= {"evaluation": found["evaluation"], "pairs": pairs, "table": table.rows(states, {}, sampling)}
     statistics: dict[str, Any] = {
         "confidence": sampling.confidence,

@@ -66,7 +66,7 @@ class Job:
         Raises ValueError when evaluation text is also calibration or training text.
         """
         used = {"calibration": self.calibration.windows}
-        for length in sorted({one.train.length for _, one in self.recipe.by_variant if one.train}):
+        for length in sorted({train.length for _, one in self.recipe.by_variant for train in one.trainings}):
             used["training"] = self.training(length).windows
             loop.split_validation(used["training"])
         if self.recipe.gate is None:

@@ -1,6 +1,6 @@
 """Which stages a recipe makes, and what decides the content of each; for the run and for `tare plan`, without torch.
 
-    calibrate -> train -> export (one per format), once per variant; then one gate over all exports
+    calibrate -> train, or several -> export (one per format), once per variant; then one gate over all exports
 
 A variant's stage that has the same content as another's is the same stage, and is made once.
 """
@@ -18,7 +18,7 @@ from qat import plugins
 from qat.arguments import KEYWORDS
 from qat.recipe import BOUNDS, Recipe
 from qat.sections import ANSWERS
-from qat.stages import stage_key
+from qat.stages import kind, stage_key
 
 INDEX = "model.safetensors.index.json"
 TEXTS, WINDOWS = ("calibration", "training", "evaluation"), ("sequences", "length", "seed")
@@ -27,13 +27,22 @@ HELD_OUT = 1  # raised when `qat.overlap` cuts out other passages
 
 @dataclass(frozen=True)
 class Step:
-    """One stage to be: what `Run.stage` wants. parents: indices of earlier steps. format: of an export, else None."""
+    """One stage to be: what `Run.stage` wants. parents: indices of earlier steps. format: of an export, else None.
+
+    turn: place in `Recipe.trainings` of a stage of training; where there are several they are `train-1`, `train-2`...
+    """
 
     name: str
     variant: str | None
     content: dict[str, Any]
     parents: tuple[int, ...]
     format: str | None = None
+    turn: int = 0
+
+    @property
+    def kind(self) -> str:
+        """`train` of every stage of training; else the name."""
+        return kind(self.name)
 
     @property
     def label(self) -> str:
@@ -86,8 +95,9 @@ def _steps(variant: str | None, recipe: Recipe, root: dict[str, Any], first: int
         return steps
     # training depends on the engines: they decide which linears can hold a bias
     engines = sorted(recipe.export.engines)
-    if recipe.train:
-        learning = {key: value for key, value in dumped["train"].items() if key not in NO_EFFECT}
+    asked = dumped["train"] if isinstance(dumped["train"], list) else [dumped["train"]]
+    for turn in range(len(recipe.trainings)):
+        learning = {key: value for key, value in asked[turn].items() if key not in NO_EFFECT}
         versions = {kind: plugins.version("qat.learn", kind) for kind in learning["learn"]}
         content = {
             "train": learning,
@@ -97,7 +107,8 @@ def _steps(variant: str | None, recipe: Recipe, root: dict[str, Any], first: int
             "engines": engines,
             "compute": dtype,
         }
-        steps.append(Step("train", variant, content, (first,)))
+        name = "train" if recipe.train is not None and not isinstance(recipe.train, list) else f"train-{turn + 1}"
+        steps.append(Step(name, variant, content, (first + turn,), turn=turn))
     if recipe.until == "train":
         return steps
     source = (first + len(steps) - 1,)

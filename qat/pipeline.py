@@ -61,12 +61,12 @@ def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
 def train_(job: Job, index: int, out: Path) -> dict[str, Any]:
     """Artifact -> artifact with trained biases and scales; on all ranks."""
     recipe, parent = job.recipe_of(job.steps[index]), job.parent
-    assert recipe.train is not None, "a recipe without a train section has no train stage"
+    train = recipe.trainings[job.steps[index].turn]
     slots, left_out = trainable_biases(parent.arch, parent.config, recipe.export.engines)
-    if left_out and "bias" in recipe.train.learn:
+    if left_out and "bias" in train.learn:
         report.say(left_out)
-    source, corpus = job.source(index).path, job.training(recipe.train.length)
-    return training.run(parent, source, corpus, recipe.train, slots, out, job.device, job.dtype)
+    source, corpus = job.source(index).path, job.training(train.length)
+    return training.run(parent, source, corpus, train, slots, out, job.device, job.dtype)
 
 
 def export_(job: Job, index: int, out: Path) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def states_of(job: Job) -> list[gate.stage.State]:
     """Round-to-nearest and the artifact after each stage of every variant, for the table."""
     parent, states = job.parent, []
     for index, step in enumerate(job.steps):
-        if step.name not in ("calibrate", "train"):
+        if step.kind not in ("calibrate", "train"):
             continue
         stage, recipe = job.made[index], job.recipe_of(step)
         name, baseline = label(step.variant, step.name), None
@@ -214,7 +214,7 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
                 "scheme": str(recipe.scheme),
                 "format": step.format,
                 "calibrate": recipe.model_dump()["calibrate"],
-                "train": recipe.model_dump()["train"],
+                "trainings": [train.model_dump() for train in recipe.trainings],
                 "evaluation": verdict["evaluation"] | {"source": Path(job.evaluation.source).name},
                 "rows": [row for row in verdict["table"] if row["state"] in shown],
                 "confidence": verdict["statistics"]["confidence"],

@@ -36,7 +36,7 @@ def run(recipe: Recipe) -> int:
         job = Job(folder, pipeline.task_texts)
         plan.check_disk(plan.make(recipe), recipe)  # now that the parent is here and was found good
         for index, step in enumerate(job.steps):
-            job.stage(index, partial(STAGES[step.name], job, index), everyone=step.name in ("calibrate", "train"))
+            job.stage(index, partial(STAGES[step.kind], job, index), everyone=step.kind in ("calibrate", "train"))
         verdict = pipeline.judge(job)
         released = pipeline.release(job, verdict)
         return pipeline.finish(job, verdict, released)

@@ -102,7 +102,8 @@ def run(
     if accelerator.is_main_process:
         done = len(history["loss"])
         said = {"learned": sorted(learn), "steps": done, "text": corpus.fingerprint}
-        derive(artifact_folder, out, student.overlay() if done else {}, {"train": said})
+        before = student.artifact.meta.get("train")
+        derive(artifact_folder, out, student.overlay() if done else {}, {"train": said | {"after": before}})
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         clear_state(out)
