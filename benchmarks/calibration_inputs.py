@@ -14,6 +14,7 @@ from torch import Tensor
 import gate.stage
 from qat.parent import Parent, open_parent
 from qat.plugins import ROOT
+from qat.sections import Text
 from qat.tokens import windows
 
 TOKENS = "tokens.safetensors"
@@ -39,7 +40,7 @@ def prepare(options: dict[str, str], work: Path) -> tuple[Path, str]:
         name = f"Llama-3-8B-shaped, {options['model'].partition(':')[2]} layers"
     else:
         parent = open_parent(options["model"], None, False, work / "parent")
-        tokens = windows(parent.tokenizer, options["calibration"], length, count).windows
+        tokens = windows(parent.tokenizer, Text(source=options["calibration"]), length, count).windows
         folder, name = parent.folder, Path(options["model"]).stem
     save_file({"windows": tokens}, work / TOKENS)
     return (shortened(folder, int(options["blocks"]), work / "short") if options["blocks"] else folder), name
@@ -93,7 +94,9 @@ def measure(options: dict[str, str], model: Path, rows: list[dict[str, Any]], wo
 def evaluation(options: dict[str, str], model: Path) -> Tensor:
     """Held-out token windows (held_out, length)."""
     tokenizer = Parent(model, model.name).tokenizer
-    return windows(tokenizer, options["evaluation"], int(options["length"]), int(options["held_out"])).windows
+    return windows(
+        tokenizer, Text(source=options["evaluation"]), int(options["length"]), int(options["held_out"])
+    ).windows
 
 
 def machine(device: str) -> str:

@@ -99,6 +99,15 @@ def _request(context: str, text: str, tokenizer: Any, longest: int | None) -> Re
     return Request(tuple(ids), count, letters)
 
 
+def strings(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, in order; keys are none."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from strings(inner)
+
+
 def score(model: Model, examples: Sequence[Example], advance: Callable[[int], Any] = lambda done: None) -> list[float]:
     """1 for every example that the model gets right, else 0. advance: told how many requests were done."""
     flat = [request for example in examples for request in example.requests]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gate._examples import strings
 from qat.model import Model
 
 BATCH = 8
@@ -38,6 +39,25 @@ def score(model: Model, tokenizer: Any, tasks: Sequence[str], limit: int | None)
         except KeyError as error:
             raise ValueError(f"lm-eval has no task {error}; `lm_eval --tasks list` names those it has") from error
     return {task: _scores(task, samples) for task, samples in found["samples"].items()}
+
+
+def texts(tasks: Sequence[str]) -> Iterator[str]:
+    """All that the documents of tasks say, those that are asked about. Raises ValueError for an unknown task."""
+    version()
+    from lm_eval.tasks import get_task_dict
+
+    try:
+        found = get_task_dict(list(tasks))
+    except KeyError as error:
+        raise ValueError(f"lm-eval has no task {error}; `lm_eval --tasks list` names those it has") from error
+    for task in _flat(found):
+        yield from (" ".join(strings(document)) for document in task.eval_docs)
+
+
+def _flat(found: Mapping[Any, Any]) -> Iterator[Any]:
+    """The tasks of a mapping in which groups are mappings."""
+    for value in found.values():
+        yield from _flat(value) if isinstance(value, Mapping) else [value]
 
 
 def _scores(task: str, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -183,9 +183,14 @@ def override(values: dict[str, Any], argument: str) -> None:
         value = read_yaml(text)
     except RecipeError as error:
         raise RecipeError(f"{argument}: {error}") from error
-    where = values
+    where: Any = values
     for depth, key in enumerate(keys[:-1], 1):
-        where = where.setdefault(key, {})
+        where = where[int(key)] if isinstance(where, list) else where.setdefault(key, {})
+        if isinstance(where, list) and where:  # such as train.0.steps
+            if keys[depth].isdecimal() and int(keys[depth]) < len(where):
+                continue
+            outer = ".".join(keys[:depth])
+            raise RecipeError(f"{path}: {outer} is a list; its items are {outer}.0 to {outer}.{len(where) - 1}")
         if not isinstance(where, dict):
             outer, rest = ".".join(keys[:depth]), ": {".join(keys[depth:])
             beside = "" if where is None or isinstance(where, list) else f"name: {where}, "
@@ -193,7 +198,7 @@ def override(values: dict[str, Any], argument: str) -> None:
                 f"{path}: {outer} is {'null' if where is None else repr(where)}, which has no keys; give it whole: "
                 f"{outer}='{{{beside}{rest}: {text}{'}' * (len(keys) - depth)}'"
             )
-    where[keys[-1]] = value
+    where[int(keys[-1]) if isinstance(where, list) else keys[-1]] = value
 
 
 def settle_paths(values: dict[str, Any], recipe_folder: Path) -> list[str]:

@@ -14,7 +14,8 @@ from gate.stage import table
 from qat import arguments, manifest, report, results
 from qat.job import device, dtype
 from qat.parent import Parent, open_parent
-from qat.sections import Compute
+from qat.sections import Compute, EvaluationText
+from qat.stages import kind
 from qat.tokens import Corpus, windows
 
 REPORT, SUMMARY, MEASURED, PARENTS = "compare", "summary.json", ".measured", ".parents"
@@ -141,7 +142,7 @@ def _text(runs: dict[str, Ran], choices: Choices, parent: Parent) -> Corpus:
     known = [ran.recipe["data"]["evaluation"] for ran in runs.values() if ran.recipe["data"]["evaluation"]]
     text: dict[str, Any] = dict(known[0]) if known else {"length": 1024, "sequences": None}
     if choices.text is not None:
-        text |= {"source": choices.text, "split": None, "column": "text", "seed": None}
+        text = {key: text[key] for key in ("length", "sequences")} | {"source": choices.text}
     if "source" not in text:
         raise ValueError("no text to compare on: give --text, or a run that has evaluation text")
     if choices.sequences or choices.length:
@@ -150,8 +151,8 @@ def _text(runs: dict[str, Ran], choices: Choices, parent: Parent) -> Corpus:
     if longest and text["length"] > longest:
         raise ValueError(f"windows of {text['length']} tokens are longer than the model reads: --length {longest}")
     text["source"] = arguments.locate(text["source"], Path()) or text["source"]
-    keys = ("source", "length", "sequences", "seed", "split", "column")
-    return windows(parent.tokenizer, *(text[key] for key in keys))
+    asked = EvaluationText.model_validate(text)
+    return windows(parent.tokenizer, asked, asked.length, asked.sequences, asked.seed)
 
 
 def _data(runs: dict[str, Ran], parent: Parent, corpus: Corpus, found: dict[str, Any]) -> dict[str, Any]:
@@ -167,8 +168,9 @@ def _data(runs: dict[str, Ran], parent: Parent, corpus: Corpus, found: dict[str,
             layers = ran.folder / stage["path"] / "layers.csv"
             if stage["name"] == "calibrate" and layers.is_file() and (shown := gate.report.layers(layers)):
                 said["layers"][label] = shown
-            if stage["name"] == "train" and stage["metrics"].get("loss"):
-                said["training"][label] = stage["metrics"]["loss"]
+            if kind(stage["name"]) == "train" and stage["metrics"].get("loss"):
+                several = "" if stage["name"] == "train" else stage["name"]
+                said["training"]["/".join(word for word in (label, several) if word)] = stage["metrics"]["loss"]
     said |= {"evaluation": found["evaluation"], "pairs": pairs, "table": table.rows(states, {}, sampling)}
     statistics: dict[str, Any] = {
         "confidence": sampling.confidence,

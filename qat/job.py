@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -10,18 +12,25 @@ import torch
 
 from qat import loop, outline, report
 from qat.outline import Step
+from qat.overlap import SAME_TEXT, Cutter, HeldOut
 from qat.parent import Parent, open_parent
 from qat.recipe import Recipe
-from qat.sections import Compute
+from qat.sections import Compute, Text
 from qat.stages import Run, Stage
-from qat.tokens import Corpus, windows
+from qat.texts import pieces
+from qat.tokens import Corpus, draw, tokenize, windows
+
+EVALUATION = "data.evaluation.source"
 
 
 class Job:
-    """Opened once per run, on every rank. Raises ValueError for a parent or a text that cannot be used."""
+    """Opened once per run, on every rank. Raises ValueError for a parent or a text that cannot be used.
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.recipe = run, run.recipe
+    task_texts: gives the texts of the gate's tasks, by the key of the recipe that names them.
+    """
+
+    def __init__(self, run: Run, task_texts: Callable[[Recipe], Mapping[str, Iterable[str]]]) -> None:
+        self.run, self.recipe, self._task_texts = run, run.recipe, task_texts
         model = self.recipe.model
         cache = outline.parent_cache(self.recipe)
         cache.mkdir(parents=True, exist_ok=True)
@@ -59,7 +68,7 @@ class Job:
         as those before it may be an earlier run's, on other texts.
         """
         used = {"calibration": self.calibration.windows}
-        for length in sorted({one.train.length for _, one in self.recipe.by_variant if one.train}):
+        for length in sorted({train.length for _, one in self.recipe.by_variant for train in one.trainings}):
             used["training"] = self.training(length).windows
             loop.split_validation(used["training"])
         if self.recipe.gate is None:
@@ -76,32 +85,59 @@ class Job:
     @cached_property
     def calibration(self) -> Corpus:
         text = self.recipe.data.calibration
-        return self._windows(text, text.length, text.sequences, text.seed)
+        return self._clean("calibration", text, text.length, text.sequences, text.seed)
 
     @cached_property
     def evaluation(self) -> Corpus:
         text = self.recipe.data.evaluation
         assert text is not None, "the recipe was checked to have evaluation text"
-        return self._windows(text, text.length, text.sequences, text.seed)
+        self._check_length(text.length)
+        return self._check_tokens(windows(self.parent.tokenizer, text, text.length, text.sequences, text.seed))
 
     @cache  # noqa: B019, one job per run
     def training(self, length: int) -> Corpus:
         """Windows of the training text. Example: `training(512)` for sequences of 512 tokens."""
         assert self.recipe.data.training is not None, "the recipe was checked to have training text"
-        return self._windows(self.recipe.data.training, length)
+        return self._clean("training", self.recipe.data.training, length)
 
-    def _windows(self, text: Any, length: int, sequences: int | None = None, seed: int | None = None) -> Corpus:
+    @cached_property
+    def held_out(self) -> HeldOut | None:
+        """The n-grams of evaluation text and tasks; None when nothing is compared with them."""
+        data = self.recipe.data
+        if not data.decontaminate or not data.evaluation:
+            return None
+        own = {EVALUATION: (piece.text for piece in pieces(data.evaluation, self.parent.tokenizer))}
+        return HeldOut(own | dict(self._task_texts(self.recipe)), data.decontaminate)
+
+    def _clean(self, part: str, text: Text, length: int, *drawn: int) -> Corpus:
+        """Windows of a text without what is held out. Raises ValueError when much of the evaluation text is in it."""
+        self._check_length(length)
+        if self.held_out is None:
+            return self._check_tokens(windows(self.parent.tokenizer, text, length, *drawn))
+        cutter = Cutter(self.held_out)
+        ids = tokenize(self.parent.tokenizer, text, keep=cutter)
+        if (share := cutter.share(EVALUATION)) >= SAME_TEXT:
+            assert self.recipe.data.evaluation is not None, "it is what is held out"
+            raise ValueError(
+                f"{EVALUATION} {self.recipe.data.evaluation.source} holds text of data.{part} ({text.source}): "
+                f"{share:.0%} of its runs of {self.held_out.n} words are in both. A model is judged on text that it "
+                "was not made with; choose another one"
+            )
+        return replace(self._check_tokens(draw(ids, text, length, *drawn)), overlap=cutter.counts())
+
+    def _check_length(self, length: int) -> None:
         longest = getattr(self.parent.config, "max_position_embeddings", None)
         if longest and length > longest:
             raise ValueError(f"windows of {length} tokens are longer than the model reads ({longest}); shorten length")
+
+    def _check_tokens(self, corpus: Corpus) -> Corpus:
         tokenizer, rows = self.parent.tokenizer, self.parent.config.vocab_size
-        found = windows(tokenizer, text.source, length, sequences, seed, text.split, text.column)
-        if (largest := int(found.windows.max())) >= rows:
+        if (largest := int(corpus.windows.max())) >= rows:
             raise ValueError(
-                f"{text.source}: the tokenizer writes {tokenizer.convert_ids_to_tokens(largest)!r} as {largest}, but "
+                f"{corpus.source}: the tokenizer writes {tokenizer.convert_ids_to_tokens(largest)!r} as {largest}, but "
                 f"the model has {rows} tokens (vocab_size of config.json); take the tokenizer that belongs to the model"
             )
-        return found
+        return corpus
 
 
 def device(compute: Compute) -> torch.device:

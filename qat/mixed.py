@@ -66,7 +66,7 @@ def run(argv: list[str]) -> int:
     variants = {label: {"scheme": {"weights": fmt}} for label, fmt in formats.items()}
     only = ["until=calibrate", "train=null", "gate=null", f"variants={json.dumps(variants)}"]
     with Run(load([*rest, f"name={base.name}-sensitivity", *only])) as folder:
-        job = Job(folder)
+        job = Job(folder, pipeline.task_texts)
         model = Model(job.parent.config, job.parent.tensors, job.device, job.dtype)
         groups = groups_of(model, base, candidates)
         labels = list(candidates)

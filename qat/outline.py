@@ -1,6 +1,6 @@
 """Which stages a recipe makes, and what decides the content of each; for the run and for `tare plan`, without torch.
 
-    calibrate -> train -> export (one per format), once per variant; then one gate over all exports
+    calibrate -> train, or several -> export (one per format), once per variant; then one gate over all exports
 
 A variant's stage that has the same content as another's is the same stage, and is made once.
 """
@@ -18,18 +18,30 @@ from qat.arguments import KEYWORDS
 from qat.index import INDEX, weight_map
 from qat.recipe import BOUNDS, Recipe
 from qat.sections import ANSWERS
-from qat.stages import stage_key
+from qat.stages import kind, stage_key
+
+TEXTS, WINDOWS = ("calibration", "training", "evaluation"), ("sequences", "length", "seed")
+HELD_OUT = 1  # raised when `qat.overlap` cuts out other passages
 
 
 @dataclass(frozen=True)
 class Step:
-    """One stage to be: what `Run.stage` wants. parents: indices of earlier steps. format: of an export, else None."""
+    """One stage to be: what `Run.stage` wants. parents: indices of earlier steps. format: of an export, else None.
+
+    turn: place in `Recipe.trainings` of a stage of training; where there are several they are `train-1`, `train-2`...
+    """
 
     name: str
     variant: str | None
     content: dict[str, Any]
     parents: tuple[int, ...]
     format: str | None = None
+    turn: int = 0
+
+    @property
+    def kind(self) -> str:
+        """`train` of every stage of training; else the name."""
+        return kind(self.name)
 
     @property
     def label(self) -> str:
@@ -71,6 +83,7 @@ def _steps(variant: str | None, recipe: Recipe, root: dict[str, Any], first: int
     content = {
         "parent": root["parent"],
         "text": root["calibration"],
+        "held_out": root.get("held_out"),
         "scheme": dumped["scheme"],
         "calibrate": questions,
         "versions": {q: plugins.version(ANSWERS[q], chosen["name"]) for q, chosen in questions.items()},
@@ -81,17 +94,20 @@ def _steps(variant: str | None, recipe: Recipe, root: dict[str, Any], first: int
         return steps
     # training depends on the engines: they decide which linears can hold a bias
     engines = sorted(recipe.export.engines)
-    if recipe.train:
-        learning = {key: value for key, value in dumped["train"].items() if key not in NO_EFFECT}
+    asked = dumped["train"] if isinstance(dumped["train"], list) else [dumped["train"]]
+    for turn in range(len(recipe.trainings)):
+        learning = {key: value for key, value in asked[turn].items() if key not in NO_EFFECT}
         versions = {kind: plugins.version("qat.learn", kind) for kind in learning["learn"]}
         content = {
             "train": learning,
             "versions": versions,
             "text": root["training"],
+            "held_out": root.get("held_out"),
             "engines": engines,
             "compute": dtype,
         }
-        steps.append(Step("train", variant, content, (first,)))
+        name = "train" if recipe.train is not None and not isinstance(recipe.train, list) else f"train-{turn + 1}"
+        steps.append(Step(name, variant, content, (first + turn,), turn=turn))
     if recipe.until == "train":
         return steps
     source = (first + len(steps) - 1,)
@@ -121,7 +137,9 @@ def inputs(recipe: Recipe, parent: Path, hash_of: Callable[[Path], str]) -> dict
     hash_of: such as `Fingerprints.of`. A hub dataset stands by its id and split. Where a text lies does not matter.
     """
     root: dict[str, Any] = {"parent": {path.name: hash_of(path) for path in model_files(parent)}}
-    for part, section in recipe.model_dump()["data"].items():
+    data = recipe.model_dump()["data"]
+    for part in TEXTS:
+        section = data[part]
         if section is not None:
             path = Path(section["source"])
             root[part] = {**section, "source": section["source"]}
@@ -130,6 +148,11 @@ def inputs(recipe: Recipe, parent: Path, hash_of: Callable[[Path], str]) -> dict
     tasks = (recipe.model_dump()["gate"] or {}).get("tasks")
     if tasks is not None:
         root["tasks"] = {name: hash_of(Path(path)) for name, path in tasks["offline"].items()}
+    if data["decontaminate"] and data["evaluation"]:  # the whole evaluation text, whatever windows of it are judged
+        held = {key: value for key, value in root["evaluation"].items() if key not in WINDOWS}
+        root["held_out"] = {"words": data["decontaminate"], "evaluation": held, "version": HELD_OUT}
+        if tasks is not None:
+            root["held_out"] |= {"offline": sorted(root["tasks"].values()), "lm_eval": sorted(tasks["lm_eval"])}
     return root
 
 

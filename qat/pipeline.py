@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,16 @@ from gate.stage import table
 from qat import manifest, report, results, training
 from qat.artifact import Artifact
 from qat.job import Job
+from qat.recipe import Recipe
 from qat.stages import Stage
 
 MEASURED = "measured.json"
+
+
+def task_texts(recipe: Recipe) -> Mapping[str, Iterable[str]]:
+    """The texts of the gate's tasks by the key that names them: nothing is learned from these either."""
+    asked = (recipe.model_dump()["gate"] or {}).get("tasks")
+    return gate.stage.task_texts(asked["offline"], asked["lm_eval"]) if asked else {}
 
 
 def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
@@ -33,7 +41,7 @@ def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     if set(recipe.export.formats) - {"dense"}:
         calibrate.check.whole_groups(parent.arch, parent.config.num_hidden_layers, recipe.scheme)
     with report.Steps("calibrate", total=parent.config.num_hidden_layers, unit="block") as steps:
-        return calibrate.observe.run(
+        metrics = calibrate.observe.run(
             parent.config,
             parent.tensors,
             recipe.scheme,
@@ -47,18 +55,19 @@ def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
             seed=recipe.data.calibration.seed,
             progress=lambda done, total, error: steps.advance(f"error {error:.4f}", by=done - steps.done),
         )
+    return metrics | {"overlap": job.calibration.overlap}
 
 
 def train_(job: Job, index: int, out: Path) -> dict[str, Any]:
     """Artifact -> artifact with trained biases and scales; on all ranks."""
     recipe, parent = job.recipe_of(job.steps[index]), job.parent
-    assert recipe.train is not None, "a recipe without a train section has no train stage"
     job.check_texts()
+    train = recipe.trainings[job.steps[index].turn]
     slots, left_out = trainable_biases(parent.arch, parent.config, recipe.export.engines)
-    if left_out and "bias" in recipe.train.learn:
+    if left_out and "bias" in train.learn:
         report.say(left_out)
-    source, corpus = job.source(index).path, job.training(recipe.train.length)
-    return training.run(parent, source, corpus, recipe.train, slots, out, job.device, job.dtype)
+    source, corpus = job.source(index).path, job.training(train.length)
+    return training.run(parent, source, corpus, train, slots, out, job.device, job.dtype)
 
 
 def export_(job: Job, index: int, out: Path) -> dict[str, Any]:
@@ -116,7 +125,7 @@ def states_of(job: Job) -> list[gate.stage.State]:
     """Round-to-nearest and the artifact after each stage of every variant, for the table."""
     parent, states = job.parent, []
     for index, step in enumerate(job.steps):
-        if step.name not in ("calibrate", "train"):
+        if step.kind not in ("calibrate", "train"):
             continue
         stage, recipe = job.made[index], job.recipe_of(step)
         name, baseline = label(step.variant, step.name), None
@@ -208,7 +217,7 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
                 "scheme": str(recipe.scheme),
                 "format": step.format,
                 "calibrate": recipe.model_dump()["calibrate"],
-                "train": recipe.model_dump()["train"],
+                "trainings": [train.model_dump() for train in recipe.trainings],
                 "evaluation": verdict["evaluation"] | {"source": Path(job.evaluation.source).name},
                 "rows": [{key: value for key, value in row.items() if key != "seconds"} for row in rows],
                 "confidence": verdict["statistics"]["confidence"],

@@ -66,8 +66,8 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
         states, room = 2 * tokens * model.hidden * a, recipe.compute.activation_gb * 2**30
         memory: float = a * (model.largest_block + rest) + min(states, room)
         return _needs(disk + max(0, states - room), memory, 6 * linear * tokens, rate)
-    if step.name == "train" and recipe.train:
-        train = recipe.train
+    if step.kind == "train":
+        train = recipe.trainings[step.turn]
         m = (train.micro_batch or train.batch) * train.length
         memory = a * (2 * linear + rest) + linear + (blocks + 8) * m * model.hidden * a + 16 * m * model.vocabulary
         return _needs(16 * linear / group, memory, 10 * model.matmul * train.steps * train.batch * train.length, rate)
@@ -144,7 +144,7 @@ def make(recipe: Recipe) -> Plan:
         state = "unknown"
         if key is not None:
             finished = (recipe.folder / f"{step.name}-{key}" / manifest.FILE).is_file()
-            state = "reused" if finished and step.name not in recipe.fresh else "run"
+            state = "reused" if finished and step.kind not in recipe.fresh else "run"
         needed = needs(step, variants.get(step.variant, recipe), model, rate, on_gpu) if model else None
         rows.append(Row(step, key, state, needed))
     return Plan(rows, shown, free_gb(recipe), notes)
@@ -165,7 +165,7 @@ def _root(recipe: Recipe, folder: Path | None, memory: manifest.Fingerprints, no
     """Fingerprints of the inputs, or None while a large one was never hashed."""
     if folder is None:
         return None
-    texts = [Path(part["source"]) for part in recipe.model_dump()["data"].values() if part]
+    texts = [Path(part["source"]) for part in map(recipe.model_dump()["data"].get, outline.TEXTS) if part]
     unread = [p for p in [*outline.model_files(folder), *texts] if p.is_file() and memory.remembered(p) is None]
     if sum(path.stat().st_size for path in unread) > HASH_AT_ONCE:
         notes.append(

@@ -46,7 +46,9 @@ class Recipe(Section):
     scheme: Scheme = Field({}, validate_default=True, description="which linears are stored how")
     data: Data
     calibrate: Calibrate = Field({}, validate_default=True)
-    train: Train | None = Field(None, description="null: no training")
+    train: Train | list[Train] | None = Field(
+        None, description="a list: stages that follow each other, each from what the last one left; null: no training"
+    )
     export: Export = Field({}, validate_default=True)
     gate: dict[str, SerializeAsAny[Section]] | None = Field(
         None, description="a file of gate/ -> its bounds; null: no gate, nothing is refused"
@@ -66,6 +68,11 @@ class Recipe(Section):
         """The folder of this run."""
         return Path(self.output) / self.name
 
+    @property
+    def trainings(self) -> list[Train]:
+        """The stages of training in order; none without a train section."""
+        return self.train if isinstance(self.train, list) else [self.train] if self.train else []
+
     @cached_property
     def by_variant(self) -> list[tuple[str | None, Recipe]]:
         """The recipes to run: one for each variant, or [(None, this one)] without variants."""
@@ -73,6 +80,24 @@ class Recipe(Section):
             return [(None, self)]
         base = self.model_dump()
         return [(name, Recipe.model_validate(_overlaid(base, overlay))) for name, overlay in self.variants.items()]
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _read_train(cls, value: Any) -> Any:
+        """Read here, because the problems of a union would be those of every member."""
+        if not isinstance(value, list):
+            return value if value is None else Train.model_validate(value)
+        if not value:
+            raise ValueError("an empty list trains nothing; give at least one stage, or null")
+        found, lines = [], []
+        for index, one in enumerate(value):
+            try:
+                found.append(Train.model_validate(one))
+            except ValidationError as error:
+                lines += [problem((index, *e["loc"]), e["msg"], e["input"], e["type"]) for e in error.errors()]
+        if lines:
+            raise problems("train", lines)
+        return found
 
     @field_validator("gate", mode="before")
     @classmethod
@@ -126,7 +151,7 @@ class Recipe(Section):
             lines.append(problem(("data", "evaluation"), "the gate needs held-out text: name it here"))
         if self.until == "gate" and self.gate is None:
             lines.append(problem(("until",), "gate, but this recipe has no gate section"))
-        lines += [problem(path, why) for path, why in _without_effect(self.scheme, self.calibrate, self.train)]
+        lines += [problem(path, why) for path, why in _without_effect(self)]
         lines += [problem(("export", key), why) for key, why in _misfits(self.scheme, self.export)]
         if lines:
             raise problems("Recipe", lines)
@@ -158,8 +183,9 @@ class Recipe(Section):
         return recipe
 
 
-def _without_effect(scheme: Scheme, calibrate: Calibrate, train: Train | None) -> Iterator[tuple[tuple[str, ...], str]]:
+def _without_effect(recipe: Recipe) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """(path, problem) for methods and learnables that a dtype of the scheme has no use for."""
+    scheme, calibrate = recipe.scheme, recipe.calibrate
     dtypes = {fmt.dtype for fmt in scheme.formats}
     for question in ("transform", "range", "round"):
         package, chosen = f"calibrate.{question}", getattr(calibrate, question).name
@@ -167,14 +193,15 @@ def _without_effect(scheme: Scheme, calibrate: Calibrate, train: Train | None) -
             able = [name for name in plugins.names(package) if dtypes <= set(plugins.literal(package, name, "DTYPES"))]
             yield ("calibrate", question), f"{chosen} does not do {dtype}; these do: {_listed(able)}"
     yield from _inputs_without_effect(scheme, calibrate.inputs.name)
-    for kind in train.learn if train else ():
-        why = None
+    for index, kind in ((index, kind) for index, train in enumerate(recipe.trainings) for kind in train.learn):
+        why, path = None, ("train", index) if isinstance(recipe.train, list) else ("train",)
         if missing := dtypes - set(plugins.literal("qat.learn", kind, "DTYPES")):
             why = f"{kind} is not there to be learned in {_listed(missing)}"
         elif plugins.literal("qat.learn", kind, "NEEDS_ZERO") and all(fmt.symmetric for fmt in scheme.formats):
             why = f"symmetric {_listed(dtypes)} has no zero points"
         if why:
-            yield ("train", "learn", kind), f"{why}; set train.learn.{kind} to null, or train to null"
+            own = ".".join(map(str, (*path, "learn", kind)))
+            yield (*path, "learn", kind), f"{why}; set {own} to null, or train to null"
 
 
 def _inputs_without_effect(scheme: Scheme, chosen: str) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -10,9 +10,10 @@ import yaml
 
 import gate.report
 import gate.report.pipelines
-from qat import __version__
+from qat import __version__, overlap
 from qat.job import Job
 
+TEXT_OF = {"calibrate": "calibration", "train": "training"}
 KEPT = ("name", "variant", "key", "reused", "seconds", "peak_rss_gb", "peak_gpu_gb")
 
 
@@ -41,8 +42,11 @@ def data(job: Job, verdict: dict[str, Any] | None, status: str) -> dict[str, Any
         table = stage.path / "layers.csv"
         if step.name == "calibrate" and table.is_file() and (found := gate.report.layers(table)):
             said["layers"][variant] = found
-        if step.name == "train" and stage.metrics.get("loss"):
-            said["training"][variant] = stage.metrics["loss"]
+        if counts := stage.metrics.get("overlap"):
+            part = TEXT_OF[step.kind]
+            said["facts"].append([f"{part} text", overlap.sentence(counts)])
+        if step.kind == "train" and stage.metrics.get("loss"):
+            said["training"][variant if step.name == "train" else step.label] = stage.metrics["loss"]
     lines = job.run.summary()["stages"]
     said["stages"] = [{key: line[key] for key in KEPT} for line in lines]
     said["recipe"] = yaml.safe_dump(job.recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

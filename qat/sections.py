@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -60,12 +61,34 @@ class ModelSource(Section):
     trust_remote_code: bool = Field(False, description="run code that the model's folder brings along")
 
 
+TEXT_FILES = {".txt", ".jsonl", ".parquet", ".xz", ".gz"}
+
+
 class Text(Section):
     """Where text comes from."""
 
     source: str = Field(description=".txt, .jsonl or .parquet file (also .xz, .gz), or a hub dataset id")
-    split: str | None = Field(None, description="split of a hub dataset")
-    column: str = Field("text", description="the column of .jsonl, .parquet and hub datasets that holds the text")
+    split: str | None = Field(None, description="split of a hub dataset; train when left out")
+    config: str | None = Field(None, description="configuration of a hub dataset that has several")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub dataset")
+    stream: bool = Field(False, description="read a hub dataset over the network, without a copy of it on disk")
+    column: str | None = Field(
+        None,
+        description="column of .jsonl, .parquet and hub datasets with text, or with chats (lists of {role, content}), "
+        "for which the tokenizer has a template; null takes `text`, else `messages`",
+    )
+    max_mb: PositiveFloat = Field(
+        64.0, description="million characters of a longer text that are read, from its start; windows come from them"
+    )
+
+    @model_validator(mode="after")
+    def _of_the_hub(self) -> Text:
+        if Path(self.source).suffix in TEXT_FILES:
+            given = [key for key in ("split", "config", "revision", "stream") if getattr(self, key)]
+            why = f"is for hub datasets, and {self.source} is a file: leave it out"
+            if given:
+                raise problems("Text", [problem((key,), why) for key in given])
+        return self
 
 
 class CalibrationText(Text):
@@ -90,12 +113,19 @@ class Data(Section):
     calibration: CalibrationText
     training: Text | None = Field(None, description="needed when there is a train section")
     evaluation: EvaluationText | None = Field(None, description="needed when there is a gate section")
+    decontaminate: int | None = Field(
+        13,
+        gt=0,
+        description="words in a row that calibration and training text may not share with evaluation text and tasks; "
+        "such passages are cut out; null: nothing is compared",
+    )
 
     @model_validator(mode="after")
     def _held_out(self) -> Data:
         held = self.evaluation
         for part, text in (("calibration", self.calibration), ("training", self.training)):
-            if held and text and (held.source, held.split, held.column) == (text.source, text.split, text.column):
+            same = ("source", "config", "split", "column")
+            if held and text and all(getattr(held, key) == getattr(text, key) for key in same):
                 why = f"{held.source} is also the {part} text; judge on held-out text"
                 raise problems("Data", [problem(("evaluation", "source"), why)])
         return self

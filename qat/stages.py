@@ -55,6 +55,11 @@ def stage_key(name: str, content: dict[str, Any], parent_keys: Sequence[str]) ->
     return manifest.digest([name, content, __version__, list(parent_keys)])[:12]
 
 
+def kind(name: str) -> str:
+    """What the recipe calls a stage: `train` for train-1, train-2..."""
+    return name.partition("-")[0]
+
+
 class Run:
     """The folder runs/<name>, locked while the context is open; `summary.json` is rewritten when it closes.
 
@@ -185,7 +190,7 @@ class Run:
     ) -> Stage:
         partial = path.with_name(path.name + PARTIAL)
         _recover(path)
-        fresh = name in self.recipe.fresh
+        fresh = kind(name) in self.recipe.fresh
         what = f"{name}-{key}" + (f" ({variant})" if variant else "")
         if (found := manifest.read(path)) is not None and not fresh:
             why = manifest.damage(path, found) or _stale(found, parents)

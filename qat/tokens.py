@@ -1,140 +1,86 @@
-"""Text to token windows: whole file tokenized once, cut into windows of equal length, deterministic.
-
-Sources: a .txt file, a .jsonl(.xz/.gz) or .parquet file with a text column, or a hub dataset id.
-"""
+"""Text to token windows: tokenized piece by piece, cut into windows of equal length, deterministic."""
 
 from __future__ import annotations
 
-import gzip
+import ctypes
 import hashlib
-import json
-import lzma
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from pyarrow import ArrowException
-from pyarrow.parquet import ParquetFile
 from torch import Tensor
 
-OPENERS = {".xz": lzma.open, ".gz": gzip.open}
+from qat.sections import Text
+from qat.texts import PIECE, pieces
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token windows (num_windows, length) int64, with what identifies them."""
+    """Token windows (num_windows, length) int64, with what identifies them.
+
+    overlap: what was cut out because evaluation text has it too (`qat.overlap`); None when nothing was compared.
+    """
 
     windows: Tensor
     fingerprint: str
     source: str
+    overlap: dict[str, Any] | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.windows.numel()
 
 
-def documents(source: str, split: str | None, column: str) -> Iterator[str]:
-    """The texts of a source, one at a time. Raises ValueError, naming file and line, for what cannot be read."""
-    path = Path(source)
-    if not path.is_file():
-        yield from _hub_documents(source, split, column)
-        return
-    kind = path.suffixes[-2] if path.suffix in OPENERS and len(path.suffixes) > 1 else path.suffix
-    opener: Any = OPENERS.get(path.suffix, open)
-    try:
-        if kind == ".parquet":
-            yield from _parquet(path, column)
-        elif kind == ".jsonl":
-            with opener(path, "rt", encoding="utf-8") as f:
-                for number, line in enumerate(f, 1):
-                    if line.strip():
-                        yield _column(json.loads(line), column, f"{path} line {number}")
-        elif kind == ".txt":
-            with opener(path, "rt", encoding="utf-8") as f:
-                yield f.read()
-        else:
-            raise ValueError(f"{path}: text comes from .txt, .jsonl or .parquet files (also .xz, .gz), not {kind!r}")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}; convert it first (iconv -t utf-8)") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} line {number} is not JSON: {error}") from error
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is not a whole {path.suffix} file: {error}; fetch it again") from error
+def tokenize(
+    tokenizer: Any, text: Text, most: int | None = None, keep: Callable[[str], list[str]] | None = None
+) -> Tensor:
+    """The tokens of a source, int32 (num_tokens,): texts joined by the end-of-text token, no other specials.
+
+    most: reading stops when there are so many. keep: what of a piece is to be used, each part a text by itself.
+    """
+    end, parts, count = tokenizer.eos_token_id, list[Tensor](), 0
+    for piece, begins in pieces(text, tokenizer):
+        kept = keep(piece) if keep else [piece]
+        for number, part in enumerate(kept):
+            ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+            if parts and end is not None and (begins or number or kept != [piece]):
+                ids = [end, *ids]
+            parts.append(torch.tensor(ids, dtype=torch.int32))
+            count += len(ids)
+        if len(piece) >= PIECE // 2:
+            _give_back()
+        if most is not None and count >= most:
+            break
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
 
 
-def _parquet(path: Path, column: str) -> Iterator[str]:
-    """Straight from the file, a batch of rows at a time: `datasets` would first make a copy of it in its cache."""
-    try:
-        file = ParquetFile(path)
-    except ArrowException as error:
-        raise ValueError(f"{path} is not a parquet file: {error}") from error
-    only = [column] if column in file.schema_arrow.names else None  # None: the error below names the columns
-    rows = (row for batch in file.iter_batches(columns=only) for row in batch.to_pylist())
-    for number, row in enumerate(rows, 1):
-        yield _column(row, column, f"{path} row {number}")
+def _give_back() -> None:
+    """Free memory to the system: what tokenizers free stays in splinters with glibc, 20 MB for each MB of text."""
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
-def _column(row: Any, column: str, where: str) -> str:
-    if not isinstance(row, dict) or not isinstance(row.get(column), str):
-        have = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{where} has no text column {column!r} (found {have}); set data.<part>.column")
-    try:
-        row[column].encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where} is no text: {error}; write the file again with whole characters") from error
-    return row[column]
+def windows(tokenizer: Any, text: Text, length: int, sequences: int | None = None, seed: int | None = None) -> Corpus:
+    """`draw` from the tokens of a text; of windows that are not drawn by a seed no more than those is read."""
+    first = sequences * length if sequences is not None and seed is None else None
+    return draw(tokenize(tokenizer, text, first), text, length, sequences, seed)
 
 
-def _hub_documents(source: str, split: str | None, column: str) -> Iterator[str]:
-    if source.startswith(("/", ".", "~")) or Path(source).suffix in {".txt", ".jsonl", ".parquet", ".xz", ".gz"}:
-        what = "is a folder, not a text file" if Path(source).is_dir() else "does not exist"
-        raise ValueError(f"text file {source} {what}")
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset(source, split=split or "train")
-    except (FileNotFoundError, ConnectionError, ValueError) as error:
-        raise ValueError(
-            f"dataset {source!r} is no local file and could not be loaded from the hub: {error}"
-        ) from error
-    for number, row in enumerate(rows):
-        yield _column(row, column, f"{source} row {number}")
-
-
-def tokenize(tokenizer: Any, source: str, split: str | None = None, column: str = "text") -> Tensor:
-    """All tokens of a source, int64 (num_tokens,): documents joined by the end-of-text token, no other specials."""
-    pieces: list[Tensor] = []
-    for text in documents(source, split, column):
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if pieces and tokenizer.eos_token_id is not None:
-            pieces.append(torch.tensor([tokenizer.eos_token_id]))
-        pieces.append(torch.tensor(ids, dtype=torch.int64))
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
-
-
-def windows(
-    tokenizer: Any,
-    source: str,
-    length: int,
-    sequences: int | None = None,
-    seed: int | None = None,
-    split: str | None = None,
-    column: str = "text",
-) -> Corpus:
+def draw(ids: Tensor, text: Text, length: int, sequences: int | None = None, seed: int | None = None) -> Corpus:
     """Non-overlapping windows of `length` tokens from the start, or `sequences` of them drawn by `seed`, in text order.
 
-    sequences None takes all; seed None takes the first ones. Raises ValueError when the text is too short.
+    ids: (num_tokens,) of `text`. sequences None takes all; seed None takes the first ones. Raises ValueError when the
+    text is too short.
     """
-    ids = tokenize(tokenizer, source, split, column)
     count = len(ids) // length
     wanted = sequences or count
     if count < max(wanted, 1):
         raise ValueError(
-            f"{source} has {len(ids):,} tokens, {count} windows of {length}; {max(wanted, 1)} are asked for: "
-            "give more text, fewer sequences or a shorter length"
+            f"{text.source} has {len(ids):,} tokens, {count} windows of {length}; {max(wanted, 1)} are asked for: "
+            f"give more text, fewer sequences or a shorter length (at most max_mb={text.max_mb:g} million characters "
+            "are read)"
         )
     every = ids[: count * length].view(count, length)
     if sequences is None or seed is None:
@@ -142,7 +88,8 @@ def windows(
     else:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:wanted].sort().values
         chosen = every[order]
-    return Corpus(chosen.contiguous(), fingerprint(chosen), source)
+    chosen = chosen.long()
+    return Corpus(chosen, fingerprint(chosen), text.source)
 
 
 def fingerprint(ids: Tensor) -> str:

@@ -33,10 +33,10 @@ STAGES = {
 def run(recipe: Recipe) -> int:
     """All stages of a recipe; returns the exit code. summary.json in the run's folder says what came of it."""
     with Run(recipe) as folder:
-        job = Job(folder)
+        job = Job(folder, pipeline.task_texts)
         plan.check_disk(plan.make(recipe), recipe)  # now that the parent is here and was found good
         for index, step in enumerate(job.steps):
-            job.stage(index, partial(STAGES[step.name], job, index), everyone=step.name in ("calibrate", "train"))
+            job.stage(index, partial(STAGES[step.kind], job, index), everyone=step.kind in ("calibrate", "train"))
         verdict = pipeline.judge(job)
         released = pipeline.release(job, verdict)
         return pipeline.finish(job, verdict, released)

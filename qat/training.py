@@ -102,7 +102,8 @@ def run(
     if accelerator.is_main_process:
         done = len(history["loss"])
         said = {"learned": sorted(learn), "steps": done, "text": corpus.fingerprint}
-        derive(artifact_folder, out, student.overlay() if done else {}, {"train": said})
+        before = student.artifact.meta.get("train")
+        derive(artifact_folder, out, student.overlay() if done else {}, {"train": said | {"after": before}})
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         clear_state(out)
@@ -113,6 +114,7 @@ def run(
         "trained_parameters": sum(p.numel() for p in student.delta.values()),
         "ranks": accelerator.num_processes,
         "text": corpus.fingerprint,
+        "overlap": corpus.overlap,
         "checkpointed_blocks": checkpointed,
         "cuda_graph": graph,
         "ended": history["ended"],

@@ -34,6 +34,7 @@ from gate._inputs import CacheScales, hooks
 from gate.readers import Export, InputQuant, open_export
 from gate.stage import _tasks
 from gate.stage._content import digest, effective, files_key, fingerprint, remembered, write_json
+from gate.stage._tasks import texts as task_texts
 from gate.stage._verdict import Exported, problems, verdict
 from qat.arch import arch_of
 from qat.artifact import Artifact
@@ -54,6 +55,7 @@ __all__ = [
     "plain_state",
     "problems",
     "run",
+    "task_texts",
     "verdict",
 ]
 

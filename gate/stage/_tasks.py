@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,21 @@ def measure(
             task: {**one, "score": math.fsum(one["scores"]) / len(one["scores"])} for task, one in found.items()
         }
     return out
+
+
+def texts(offline: Mapping[str, str], lm_eval: Sequence[str]) -> dict[str, Iterator[str]]:
+    """What the examples of tasks say, by the key of the recipe: all texts of each, one after the other."""
+    found = {f"gate.tasks.offline.{name}": _lines(Path(path)) for name, path in offline.items()}
+    return found | ({"gate.tasks.lm_eval": _lm_eval.texts(lm_eval)} if lm_eval else {})
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8") as f:
+        for number, line in enumerate(f, 1):
+            try:
+                yield " ".join(_examples.strings(json.loads(line) if line.strip() else None))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path} line {number} is not JSON: {error}") from error
 
 
 def _plain(asked: Sequence[Any]) -> list[Any]:

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from gate import divergence, lint, perplexity, stage
 from gate.stage import Exported
 from qat.plugins import ROOT
+from qat.sections import Text
 from qat.tokens import windows
 
 DEMO = ROOT / "recipes/demo/model"
@@ -53,7 +54,7 @@ def found(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         "perplexity": perplexity.Options(max_relative_increase=0.5),
     }
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    text = windows(tokenizer, str(ROOT / "recipes/demo/text/evaluation.txt"), 96, 32).windows
+    text = windows(tokenizer, Text(source=str(ROOT / "recipes/demo/text/evaluation.txt")), 96, 32).windows
     path = folder / "verdict.json"
     stage.run(path, stage.plain_state("parent", DEMO), [], exports, text, gate, folder / "cache")
     return json.loads(path.read_text())

@@ -1,0 +1,138 @@
+"""`train` as a list: each stage goes on from what the last one left, and is a stage of the run by itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qat import plan, training
+from qat.artifact import Artifact
+from qat.plugins import ROOT
+from qat.recipe import Recipe, RecipeError, load
+from qat.sections import Train
+from qat.tokens import Corpus
+from qat.train import main
+from tests.artifacts import ALL
+from tests.bench import LENGTH, RATES, Bench
+
+SIZE = "batch: 2, length: 32"
+BOTH = f"train=[{{learn: {{scale: 3e-3}}, steps: 3, {SIZE}}}, {{learn: {{bias: 3e-3}}, steps: 2, {SIZE}}}]"
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"))
+
+
+def train(bench: Bench, start: Path, out: Path, learn: Any, **more: Any) -> dict[str, Any]:
+    out.mkdir()
+    asked = Train(**{"learn": learn, "steps": 3, "batch": 4, "length": LENGTH} | more)
+    corpus = Corpus(bench.windows, "print", "text.txt")
+    return training.run(bench.parent, start, corpus, asked, ALL, out, torch.device("cpu"), torch.float32)
+
+
+def parts(artifact: Artifact, kind: str) -> dict[str, torch.Tensor]:
+    return {name: artifact.raw(name) for name in artifact.stored() if name.endswith(kind)}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(("first", "second"), [
+    ({"scale": 3e-3}, {"bias": 3e-3}), ({"bias": 3e-3}, {"scale": 3e-3}), (RATES, RATES),
+    (RATES, {"gain": 1e-3}), ({"norm": 1e-3, "round": 1e-3}, {"bias": 3e-3}),
+])  # fmt: skip
+def test_a_second_stage_starts_where_the_first_ended(
+    bench: Bench, tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    one = train(bench, bench.start, tmp_path / "one", first)
+    two = train(bench, tmp_path / "one", tmp_path / "two", second)
+    assert two["kl_start"] == one["kl_end"] and two["kl_end"] < two["kl_start"] < one["kl_start"]
+    before, after = Artifact(tmp_path / "one"), Artifact(tmp_path / "two")
+    moved = {"gain": {".scale"}, "round": {".codes"}, "bias": {".bias"}, "scale": {".scale"}, "norm": {"norm.weight"}}
+    changed = set[str]().union(*(moved[kind] for kind in second))
+    for kind in (".scale", ".bias", ".codes", "norm.weight"):
+        assert same(parts(before, kind), parts(after, kind)) == (kind not in changed), kind
+    said = json.loads((tmp_path / "two" / "artifact.json").read_text())["train"]
+    assert said["learned"] == sorted(second) and said["after"]["learned"] == sorted(first)
+
+
+def test_a_stage_with_nothing_to_recover_hands_on_what_it_got(bench: Bench, tmp_path: Path) -> None:
+    train(bench, bench.start, tmp_path / "one", RATES)
+    metrics = train(bench, tmp_path / "one", tmp_path / "two", {"bias": {"start": "mean"}, "scale": {}}, enough=1e3)
+    assert metrics["ended"] == "nothing to recover"
+    before, after = Artifact(tmp_path / "one"), Artifact(tmp_path / "two")
+    assert same(parts(before, ""), parts(after, ""))
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def made(folder: Path) -> dict[str, bool]:
+    """Whether each stage was reused, by name."""
+    return {stage["name"]: stage["reused"] for stage in json.loads((folder / "summary.json").read_text())["stages"]}
+
+
+def test_every_stage_is_cached_and_measured(tmp_path: Path) -> None:
+    plain = ["recipe=micro.yaml", f"output={tmp_path}", "data.training.max_mb=0.02", "data.calibration.max_mb=0.02"]
+    arguments = [*plain, BOTH]
+    assert main(arguments) == 0
+    run = tmp_path / "micro"
+    assert list(made(run)) == ["calibrate", "train-1", "train-2", "export", "gate", "release"]
+    rows = {row["state"]: row for row in json.loads((run / "verdict.json").read_text())["table"]}
+    assert list(rows) == ["parent", "rtn", "calibrate", "train-1", "train-2", "compressed_tensors"]
+    assert rows["rtn"]["kl"] > rows["train-1"]["kl"] > rows["train-2"]["kl"]
+    assert rows["train-2"]["kl"] == pytest.approx(rows["compressed_tensors"]["kl"], rel=1e-6)
+    report = json.loads((run / "report.json").read_text())
+    assert {name: len(losses) for name, losses in report["training"].items()} == {"train-1": 3, "train-2": 2}
+    card = next(run.glob("release-*/compressed_tensors/README.md")).read_text()
+    assert (
+        "; scale trained for 3 steps of 2 x 32 tokens by the KL to the parent's logits; then bias trained for 2" in card
+    )
+
+    assert main([*arguments, "until=train", "train.1.steps=4"]) == 0
+    assert made(run) == {"calibrate": True, "train-1": True, "train-2": False}
+    assert main([*arguments, "until=train", "fresh=train"]) == 0
+    assert made(run) == {"calibrate": True, "train-1": False, "train-2": False}
+    rows = {row.step.label: row.state for row in plan.make(load([*arguments, "train.0.steps=4"])).rows}
+    assert rows == {
+        "calibrate": "reused", "train-1": "run", "train-2": "run", "export/compressed_tensors": "run", "gate": "run"
+    }  # fmt: skip
+    assert main([*plain, "until=train"]) == 0
+    assert list(made(run)) == ["calibrate", "train"]  # one stage has no number
+
+
+def test_needs_of_each_stage_are_its_own() -> None:
+    rows = {row.step.label: row for row in plan.make(load(["recipe=demo.yaml", "variants={}", BOTH])).rows}
+    first, second = rows["train-1"].needs, rows["train-2"].needs
+    assert first and second and first.seconds > second.seconds
+
+
+def test_a_list_of_stages_in_a_recipe() -> None:
+    recipe = load(["recipe=micro.yaml", BOTH, "train.1.learn.bias={start: mean}"])
+    assert [list(one.learn) for one in recipe.trainings] == [["scale"], ["bias"]]
+    assert recipe.trainings[1].model_dump()["learn"]["bias"]["start"] == "mean"
+    assert Recipe.model_validate(recipe.model_dump()) == recipe
+    overlaid = load(["recipe=micro.yaml", BOTH, "variants={a: {}, b: {train: {steps: 5}}}"])
+    assert [len(one.trainings) for _, one in overlaid.by_variant] == [2, 1]
+
+
+@pytest.mark.parametrize(("override", "line"), [
+    ("train.1.stepps=3", "train.1.stepps: unknown key, did you mean 'steps'?"),
+    ("train.0.learn.zero=1e-3", "train.0.learn.zero: symmetric int4 has no zero points; set train.0.learn.zero"),
+    ("train.2.steps=3", "train.2.steps: train is a list; its items are train.0 to train.1"),
+    ("train.steps=3", "train.steps: train is a list; its items are train.0 to train.1"),
+    ("train=[]", "train: an empty list trains nothing; give at least one stage, or null"),
+    ("train=[3]", "train.0: "),
+])  # fmt: skip
+def test_mistakes_in_a_list_of_stages_have_their_place(override: str, line: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        load(["recipe=micro.yaml", BOTH.replace("{bias: 3e-3}", "{bias: {rate: 3e-3}}"), override])
+    assert line in str(error.value)
