@@ -1,14 +1,20 @@
 """Directories for the engines to load: the demo model in every format, and a tiny random model of every architecture.
 
-    python benchmarks/engine_exports.py OUT
+    python benchmarks/engine_exports.py OUT [only=demo]
+    python benchmarks/engine_exports.py OUT model=SmolLM2-135M-Instruct.Q4_1.gguf text=MIX.txt     # a model of yours
 
 Writes OUT/<model>-<scheme>/<format>/ with a `dense` one beside them, the reference. Codes are nearest on the largest
 magnitude, biases are drawn at random on every slot that vLLM loads: what is compared is what the engine computes, not
 how good it is. benchmarks/vllm_cpu.py and benchmarks/interop.py run them.
+
+With model= (what `model.source` of a recipe takes) and text= (to calibrate and train on), that model alone goes through
+recipes/smollm2_int4.yaml, with codes nearest and ten steps of training: real biases on every slot.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,8 +39,10 @@ from export.carrier import trainable_biases
 from qat.artifact import Artifact, derive
 from qat.parent import Parent
 from qat.quant import to_grid
+from qat.recipe import load
 from qat.scheme import Scheme
 from qat.sections import Calibrate
+from qat.train import run
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "recipes/demo"
@@ -108,8 +116,28 @@ def make(
     export.stage.run(out / "biased", formats, [engine], 10**10, out)
 
 
+def run_recipe(model: str, text: str, out: Path) -> None:
+    """OUT/<model>-int4-g64/<format> of a model, by the whole pipeline but for the gate."""
+    recipe = load(
+        [
+            "recipe=smollm2_int4.yaml", f"name={Path(model).stem}", f"output={out / 'runs'}", f"model.source={model}",
+            f"data.calibration.source={text}", "data.calibration.sequences=16", "data.calibration.length=256",
+            f"data.training.source={text}", "data.evaluation=null", "gate=null",
+            "calibrate.round=nearest", "train.steps=10", "train.batch=2", "train.length=128",
+        ]
+    )  # fmt: skip
+    if code := run(recipe):
+        sys.exit(code)
+    summary = json.loads((recipe.folder / "summary.json").read_text(encoding="utf-8"))
+    for name, made in summary["exports"].items():
+        shutil.copytree(recipe.folder / made["path"], out / f"{recipe.name}-int4-g64" / name, dirs_exist_ok=True)
+
+
 def main() -> None:
-    out = Path(sys.argv[1])
+    out, options = Path(sys.argv[1]), dict(word.split("=", 1) for word in sys.argv[2:])
+    if "model" in options:
+        run_recipe(options["model"], options["text"], out)
+        return
     ids = AutoTokenizer.from_pretrained(DEMO / "model")(
         (DEMO / "text/calibration.txt").read_text(encoding="utf-8"), return_tensors="pt"
     )["input_ids"][0]
@@ -118,7 +146,7 @@ def main() -> None:
         if name != "int4-g32":
             make(DEMO / "model", scheme, formats, out / f"demo-{name}", windows)
             print(f"demo-{name}", flush=True)
-    for family, config in FAMILIES.items():
+    for family, config in FAMILIES.items() if options.get("only") != "demo" else ():
         parent = random_model(out / f"{family}-parent", config)
         for name in ("int4-g32", "fp8-channel"):
             make(parent, *SCHEMES[name], out / f"{family}-{name}", windows)

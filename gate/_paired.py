@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from gate._bootstrap import Interval, Sampling, interval
@@ -45,6 +46,12 @@ def gain(task: dict[str, Any], parent: dict[str, Any], sampling: Sampling) -> In
     """Mean score on a task less the parent's, paired by example. Raises ValueError for different numbers of them."""
     pairs = zip(task["scores"], parent["scores"], strict=True)
     return interval([ours - theirs for ours, theirs in pairs], sampling)
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float], sampling: Sampling) -> Interval:
+    """Geometric mean of ours / theirs, positive numbers of the same pairs. Raises ValueError for different numbers."""
+    logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
+    return interval(logs, sampling).map(math.exp)
 
 
 def negated(found: Interval) -> Interval:

@@ -163,6 +163,7 @@ def _data(runs: dict[str, Ran], parent: Parent, corpus: Corpus, found: dict[str,
     for name, ran in runs.items():
         prefix = f"{name}/" if len(runs) > 1 or len(exports) > len(ran.summary["exports"]) else ""
         states = _with_stages(states, ran, prefix, found["evaluation"], said["notes"])
+        said["latency"] += _latency(ran, prefix)
         for stage in ran.summary["stages"]:
             label = f"{prefix}{stage['variant'] or ''}".strip("/")
             layers = ran.folder / stage["path"] / "layers.csv"
@@ -179,6 +180,13 @@ def _data(runs: dict[str, Ran], parent: Parent, corpus: Corpus, found: dict[str,
     }
     said["facts"] = results.facts(parent, found["evaluation"], corpus.source, statistics)
     return said | {"statistics": statistics} | gate.report.measured(states, exports, results.decoder(parent.tokenizer))
+
+
+def _latency(ran: Ran, prefix: str) -> list[dict[str, Any]]:
+    """What the run measured of its exports being served, against the parent on the same machine."""
+    verdict = ran.summary["verdict"] and json.loads((ran.folder / ran.summary["verdict"]).read_text(encoding="utf-8"))
+    rows = verdict.get("latency", []) if verdict else []  # runs of earlier versions have none
+    return [{**row, "state": prefix + row["state"]} for row in rows if row["state"] in verdict["exports"]]
 
 
 def _with_stages(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qat import plugins
+from qat import plugins, serving
 from qat.arguments import KEYWORDS
 from qat.index import INDEX, weight_map
 from qat.recipe import BOUNDS, Recipe
@@ -69,6 +69,10 @@ def _gate(recipe: Recipe, root: dict[str, Any]) -> dict[str, Any]:
     }
     if "tasks" in checks:  # where a file lies does not matter, what is in it does
         checks["tasks"]["options"]["offline"] = root["tasks"]
+    if "latency" in checks:  # of this machine only
+        asked = checks["latency"]["options"]
+        server = plugins.version("gate.servers", asked["engine"])
+        checks["latency"] |= {"server": server, "machine": serving.machine(asked["program"])}
     return {"checks": checks, "text": root["evaluation"], "compute": recipe.compute.dtype}
 
 

@@ -106,6 +106,12 @@ def gate_(job: Job, index: int, out: Path) -> dict[str, Any]:
         tokenizer, options = parent.tokenizer, checks["tasks"]
         examples = [own, *sound]
         gate.stage.measure_tasks(measured, examples, tokenizer, options, cache, job.device, job.dtype)
+    if "latency" in checks:
+        asked: Any = checks["latency"]
+        served = {"parent": parent.folder}
+        served |= {e.name: e.directory for e in exports if not faults[e.name] and asked.engine in e.engines}
+        with report.Steps("latency", total=len(served) * asked.pairs, unit="start") as steps:
+            gate.stage.measure_latency(measured, served, job.recipe.model.dtype, asked, steps.advance)
     manifest.write_json(out / MEASURED, {"faults": faults, "measured": measured})
     kept = ("perplexity", "kl", "top1")
     return {name: {key: state[key] for key in kept} for name, state in measured["states"].items()}
@@ -190,6 +196,8 @@ def judge(job: Job) -> dict[str, Any] | None:
     path = job.run.folder / "verdict.json"
     verdict = gate.stage.verdict(path, said["measured"], exports_of(job), said["faults"], job.recipe.gate or {})
     report.say(table.text(verdict["table"]))
+    if verdict["latency"]:
+        report.say(table.text(verdict["latency"], table.LATENCY))
     for status, name, text in gate.stage.problems(verdict):
         report.say(f"{status} {name}: {text}")
     return verdict

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from qat import manifest, outline, report, sizes
+from qat import manifest, outline, report, serving, sizes
 from qat.outline import Step
 from qat.recipe import Recipe, RecipeError, load
 from qat.sizes import Sizes
@@ -196,6 +196,7 @@ def check_disk(plan: Plan, recipe: Recipe) -> None:
 def main(argv: list[str]) -> int:
     """`tare plan`: print the resolved recipe, the stages and the estimates. Raises RecipeError."""
     recipe = load(argv)
+    serving.check(recipe)
     plan = make(recipe)
     report.say(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120))
     rows = [

@@ -16,7 +16,7 @@ if Path(sys.path[0]).resolve() == HERE:  # run as a script: import from the repo
 # read when torch loads: threads that wait sleep instead of spinning; on shared cores that is several times faster
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from qat import manifest, pipeline, plan, report
+from qat import manifest, pipeline, plan, report, serving
 from qat.job import Job
 from qat.ranks import RunError
 from qat.recipe import Recipe, RecipeError, load
@@ -33,6 +33,7 @@ STAGES = {
 def run(recipe: Recipe) -> int:
     """All stages of a recipe; returns the exit code. summary.json in the run's folder says what came of it."""
     with Run(recipe) as folder:
+        serving.check(recipe)
         job = Job(folder, pipeline.task_texts)
         plan.check_disk(plan.make(recipe), recipe)  # now that the parent is here and was found good
         for index, step in enumerate(job.steps):

@@ -5,7 +5,7 @@
 
     title, status         of the run; status is null in a comparison
     facts                 [[name, text]]: parent, text, precision...
-    evaluation, table, exports, statistics   as in verdict.json (gate/stage); exports is {} in a comparison
+    evaluation, table, latency, exports, statistics   as in verdict.json (gate/stage); exports is {} in a comparison
     spread                state -> {quantiles, edges, counts} of the KL of single tokens, or null
     worst                 state -> [{kl, nll, parent_nll, window, position, context, next, top, parent_top}] with text
     pairs                 of a comparison: KL of each state less that of the best one, {state, best, value, low, high}
@@ -29,7 +29,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from gate._bootstrap import Sampling, interval
 from gate.report._charts import charts
 from gate.stage._content import write_json
-from gate.stage.table import COLUMNS
+from gate.stage.table import COLUMNS, LATENCY
 
 # columns of layers.csv, the first pair that is there: error before, error after, whether of the linear's output
 ERRORS = (
@@ -43,9 +43,9 @@ WORST = 3  # positions shown of each state
 def empty(title: str) -> dict[str, Any]:
     """A report in which nothing was measured yet."""
     return {
-        "schema": 1, "title": title, "status": None, "facts": [], "evaluation": None, "table": [], "exports": {},
-        "statistics": None, "spread": {}, "worst": {}, "pairs": [], "layers": {}, "training": {}, "stages": [],
-        "recipe": None, "notes": [],
+        "schema": 1, "title": title, "status": None, "facts": [], "evaluation": None, "table": [], "latency": [],
+        "exports": {}, "statistics": None, "spread": {}, "worst": {}, "pairs": [], "layers": {}, "training": {},
+        "stages": [], "recipe": None, "notes": [],
     }  # fmt: skip
 
 
@@ -57,7 +57,11 @@ def write(folder: Path, name: str, data: Mapping[str, Any]) -> Path:
         lstrip_blocks=True,
     )  # fmt: skip
     page = environment.get_template("page.html.j2").render(
-        data=data, charts=list(charts(dict(data))), columns=_columns(data["table"]), json_name=f"{name}.json"
+        data=data,
+        charts=list(charts(dict(data))),
+        columns=_columns(data["table"]),
+        latency_columns=LATENCY,
+        json_name=f"{name}.json",
     )
     path = folder / f"{name}.html"
     path.write_text(page, encoding="utf-8")

@@ -30,7 +30,7 @@ class Chart:
 
 def charts(data: dict[str, Any]) -> Iterator[Chart]:
     """Those for which `data` has numbers."""
-    for make in (_tradeoff, _stages, _spread):
+    for make in (_tradeoff, _latency, _stages, _spread):
         chart = make(data)
         if chart:
             yield chart
@@ -49,25 +49,42 @@ def _rows(data: dict[str, Any], *keys: str) -> list[tuple[int, dict[str, Any]]]:
 
 def _tradeoff(data: dict[str, Any]) -> Chart | None:
     key = "bits_per_weight"
-    found = _rows(data, "kl", key)
+    found = [(row, i, row[key], f"/table/{i}/{key}") for i, row in _rows(data, "kl", key)]
+    return _against("KL against size", "bits per weight", found)
+
+
+def _latency(data: dict[str, Any]) -> Chart | None:
+    """Of the smallest batch, in which the weights that are read decide."""
+    key, least = "inter_token_ratio", min((row["batch"] for row in data["latency"] if row["batch"]), default=0)
+    table = {row["state"]: (i, row) for i, row in _rows(data, "kl")}
+    found = []
+    for n, served in enumerate(data["latency"]):
+        if served["batch"] == least and served[key] is not None and served["state"] in table:
+            i, row = table[served["state"]]
+            found.append((row, i, served[key], f"/latency/{n}/{key}"))
+    return _against("KL against latency", f"time between tokens, batch {least}, of the parent's", found)
+
+
+def _against(title: str, what: str, found: list[tuple[dict[str, Any], int, float, str]]) -> Chart | None:
+    """KL of each (row of the table, its place, number, pointer to the number) against the number."""
     if not found:
         return None
-    values = [row["kl"] for _, row in found]
+    values = [row["kl"] for row, *_ in found]
     log = min(values) > 0 and max(values) > LOG_RATIO * min(values)
-    x = svg.scale([row[key] for _, row in found], *FIT[0])
-    ends = [row[end] for _, row in found for end in ("kl", "kl_low", "kl_high") if row[end] is not None]
+    x = svg.scale([value for _, _, value, _ in found], *FIT[0])
+    ends = [row[end] for row, *_ in found for end in ("kl", "kl_low", "kl_high") if row[end] is not None]
     y = svg.scale(ends, *FIT[1], log=log, zero=True)
-    parts, places = [svg.axes(x, y, "bits per weight", "KL to the parent (nats per token)")], []
-    for i, row in found:
-        at = x(row[key]), y(row["kl"])
+    parts, places = [svg.axes(x, y, what, "KL to the parent (nats per token)")], []
+    for row, i, value, pointer in found:
+        at = x(value), y(row["kl"])
         if row["kl_low"] is not None:
             parts.append(svg.whisker(y(max(row["kl_low"], y.low)), y(row["kl_high"]), at[0], horizontal=False))
-        said = f"{row['state']}: {format(row[key], '.3f')} bits per weight, KL {row['kl']:.5f}"
-        parts.append(svg.mark(*at, 0, said, f"/table/{i}/{key} /table/{i}/kl"))
+        said = f"{row['state']}: {value:.3f} {what}, KL {row['kl']:.5f}"
+        parts.append(svg.mark(*at, 0, said, f"{pointer} /table/{i}/kl"))
         places.append((*at, row["state"]))
     parts.append(svg.labels(places, BOTTOM))
     note = "Lower and further left is better. Bars are confidence intervals."
-    return Chart("KL against size", note, svg.frame("KL against size", parts))
+    return Chart(title, note, svg.frame(title, parts))
 
 
 def _stages(data: dict[str, Any]) -> Chart | None:

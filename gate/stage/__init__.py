@@ -12,6 +12,9 @@ every time. verdict.json:
     statistics  {confidence, resamples, seed, max_gain, max_parent_perplexity}: how the intervals were made
     table       one row a state: {state, format, perplexity, kl, kl_stderr, top1, perplexity_recovered, kl_recovered,
                 size_on_disk, bits_per_weight, bits_per_parameter, seconds, note}; null where there is no number
+    latency     what the engine's own benchmark measured, one row a state and batch: {state, batch, memory_gb,
+                first_token_ms, inter_token_ms, tokens_per_s, and of the parent's: first_token_ratio, inter_token_ratio,
+                throughput_ratio with _low and _high, note}
     evaluation  {fingerprint, num_windows, length, num_tokens, vocabulary, dtype, device}
     states      name -> the measurement with sums per window ({nll, kl, top1}), for paired statistics; the spread of the
                 KL of single tokens; the positions where it is largest
@@ -32,7 +35,7 @@ from torch import Tensor
 from gate import _examples, _measure, lint
 from gate._inputs import CacheScales, hooks
 from gate.readers import Export, InputQuant, open_export
-from gate.stage import _tasks
+from gate.stage import _latency, _tasks
 from gate.stage._content import digest, effective, files_key, fingerprint, remembered, write_json
 from gate.stage._tasks import texts as task_texts
 from gate.stage._verdict import Exported, problems, verdict
@@ -51,6 +54,7 @@ __all__ = [
     "dynamic_quant",
     "inspect",
     "measure_all",
+    "measure_latency",
     "measure_tasks",
     "plain_state",
     "problems",
@@ -261,6 +265,17 @@ def measure_tasks(
     )
     for name, tasks in found.items():
         measured["states"][name]["tasks"] = tasks
+
+
+def measure_latency(
+    measured: dict[str, Any], folders: Mapping[str, Path], dtype: str, options: Section, progress: _latency.Progress
+) -> None:
+    """Put `latency` into the measurements of `measure_all`. folders: of what is served, the parent's first.
+
+    dtype: to serve in. options: of gate/latency.py. Raises ValueError when the engine does not serve the parent.
+    """
+    for name, found in _latency.measure(folders, dtype, options.model_dump(), progress).items():
+        measured["states"][name]["latency"] = found
 
 
 def _content(state: State, cache: Path) -> str:

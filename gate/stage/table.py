@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,23 +59,65 @@ def rows(
     return found
 
 
+LATENCY = (
+    ("state", "served", ""),
+    ("batch", "batch", "d"),
+    ("memory_gb", "GB", ".2f"),
+    ("first_token_ms", "first token ms", ".2f"),
+    ("inter_token_ms", "between tokens ms", ".3f"),
+    ("tokens_per_s", "tokens/s", ".1f"),
+    ("first_token_ratio", "first ratio", ".3f"),
+    ("inter_token_ratio", "between ratio", ".3f"),
+    ("throughput_ratio", "tokens/s ratio", ".3f"),
+    ("note", "note", ""),
+)
+RATIOS = {
+    "first_token_ratio": "first_token_s",
+    "inter_token_ratio": "inter_token_s",
+    "throughput_ratio": "tokens_per_s",
+}
+
+
+def latency(states: dict[str, dict[str, Any]], sampling: Sampling) -> list[dict[str, Any]]:
+    """A row for each state that was served and each batch; means over pairs, ratios to the parent's with intervals."""
+    served = {name: state["latency"] for name, state in states.items() if "latency" in state}
+    found: list[dict[str, Any]] = []
+    for name, one in served.items():
+        parent = next(iter(served.values()))
+        if "error" in one:
+            found.append({**dict.fromkeys(found[0]), "state": name, "note": "not served: " + one["error"]})
+            continue
+        for batch, numbers in one["batches"].items():
+            means = {key: math.fsum(values) / len(values) for key, values in numbers.items()}
+            row = {"state": name, "batch": int(batch), "memory_gb": one["memory_gb"]}
+            row |= {"first_token_ms": 1e3 * means["first_token_s"], "inter_token_ms": 1e3 * means["inter_token_s"]}
+            row["tokens_per_s"] = means["tokens_per_s"]
+            for ratio, key in RATIOS.items():
+                own = parent["batches"][batch][key]
+                to_parent = _paired.ratio(numbers[key], own, sampling) if one is not parent else None
+                row |= {ratio: to_parent and to_parent.value}
+                row |= {f"{ratio}_low": to_parent and to_parent.low, f"{ratio}_high": to_parent and to_parent.high}
+            found.append({**row, "note": ""})
+    return found
+
+
 def _recovered(state: dict[str, Any], baseline: dict[str, Any], key: str, ideal: float) -> float | None:
     if state[key] is None or baseline[key] is None or baseline[key] <= ideal:
         return None
     return (baseline[key] - state[key]) / (baseline[key] - ideal)
 
 
-def text(table: Sequence[dict[str, Any]]) -> str:
+def text(table: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str, str]] = COLUMNS) -> str:
     """The table as aligned lines; columns without any value are left out."""
     cells: list[list[str]] = []
     for row in table:
-        size = row["size_on_disk"]
+        size = row.get("size_on_disk")
         shown = {**row, "megabytes": None if size is None else size / 1e6}
-        cells.append([cell(shown[key], spec) for key, _, spec in COLUMNS])
-    used = [i for i in range(len(COLUMNS)) if any(line[i] for line in cells)]
-    lines = [[COLUMNS[i][1] for i in used], *([line[i] for i in used] for line in cells)]
+        cells.append([cell(shown[key], spec) for key, _, spec in columns])
+    used = [i for i in range(len(columns)) if any(line[i] for line in cells)]
+    lines = [[columns[i][1] for i in used], *([line[i] for i in used] for line in cells)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(used))]
-    is_text = [COLUMNS[i][2] == "" for i in used]
+    is_text = [columns[i][2] == "" for i in used]
     return "\n".join(
         "  ".join(c.ljust(w) if left else c.rjust(w) for c, w, left in zip(line, widths, is_text, strict=True)).rstrip()
         for line in lines

@@ -1,0 +1,273 @@
+"""Exports in vLLM on one GPU: what serving costs, and that every format computes what was exported. Imports no Tare.
+
+    python benchmarks/serving.py make FOLDER                     # 1. about 25 GB of random weights, shaped as an 8B
+    python benchmarks/serving.py speed FOLDER                    # 2. batch 1 and 32
+    python benchmarks/engine_exports.py EXPORTS only=demo        # 3. needs Tare; 200 MB, may be made elsewhere
+    python benchmarks/serving.py check EXPORTS --only demo-int   # 4. INT4 and INT8, and again without Machete: Marlin
+    python benchmarks/serving.py check EXPORTS --only demo-fp8 demo-w8a8
+
+Each line is a piece of less than 8 minutes; a row that is measured again replaces the old one in --out
+(benchmarks/results/serving.json, vllm_gpu.json), so results come together over several machines. Run it in vLLM's
+environment (0.26 or later). `speed --models int4 int4-bias` takes fewer of them, `--mode graphs` leaves torch.compile
+out and `--mode eager` CUDA graphs too. On a CPU: `make F --shape tiny`, `speed F --mode eager --rounds 3`, `check`.
+
+speed   Three engines are loaded at once, each a process: `bf16`, `int4` (GPTQ, symmetric, groups of 128) and
+        `int4-bias`, the same codes with a bias on every linear. They take turns on the same prompts, the one that
+        begins another in each round, while the others wait. Of a batch: seconds to the first token (a run of one
+        token), between tokens (the rest of a run), tokens a second; medians over rounds, and medians and quartiles of
+        the ratios within rounds.
+check   benchmarks/vllm_cpu.py in bfloat16: KL to the dequantized reference, with the flags of the biases on and off,
+        and what vLLM logs of its kernels. The exit code is 0 when each that loads agrees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm_cpu  # beside this file; sets what vLLM reads from the environment before it is imported
+from safetensors.torch import save_file
+from torch import Tensor
+
+MODELS = ("int4-bias", "int4", "bf16")
+PAIRS = (("int4-bias", "int4"), ("int4", "bf16"), ("int4-bias", "bf16"))
+GROUP, LAYERS_PER_FILE = 128, 4
+BASE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_act": "silu",
+    "rms_norm_eps": 1e-5, "initializer_range": 0.02, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+    "bos_token_id": 0, "eos_token_id": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}  # fmt: skip
+SHAPES = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 4096},
+}  # fmt: skip
+GPTQ = {
+    "quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False, "lm_head": False,
+    "checkpoint_format": "gptq",
+}  # fmt: skip
+
+
+def linears(shape: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the linears of a block."""
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    heads, shared = (shape[f"num_{kind}_heads"] * shape["head_dim"] for kind in ("attention", "key_value"))
+    sizes = {"self_attn.q_proj": (heads, hidden), "self_attn.k_proj": (shared, hidden)}
+    sizes |= {"self_attn.v_proj": (shared, hidden), "self_attn.o_proj": (hidden, heads)}
+    return sizes | {
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+
+
+def quantized(rows: int, columns: int, device: str) -> dict[str, Tensor]:
+    """Random codes as AutoGPTQ stores them, scales such that weights have a standard deviation of about 0.02."""
+    groups = columns // GROUP
+    return {
+        "qweight": torch.randint(-(2**31), 2**31, (columns // 8, rows), dtype=torch.int32, device=device),
+        "qzeros": torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32),
+        "scales": (0.0035 + 0.0017 * torch.rand(groups, rows, device=device)).half(),
+        "g_idx": torch.arange(columns, dtype=torch.int32) // GROUP,
+    }
+
+
+def make(folder: Path, shape: dict[str, int]) -> None:
+    """FOLDER/bf16, int4 and int4-bias; the last two share the files of their weights."""
+    device, hidden = "cuda" if torch.cuda.is_available() else "cpu", shape["hidden_size"]
+    torch.manual_seed(0)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, device=device, dtype=torch.bfloat16) * 0.02
+
+    ones = torch.ones(hidden, dtype=torch.bfloat16)
+    ends = {name: normal(shape["vocab_size"], hidden) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    biases: dict[str, Tensor] = {}
+    for name in MODELS:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        flags = dict.fromkeys(vllm_cpu.FLAGS, name == "int4-bias")
+        config = BASE | shape | flags | ({} if name == "bf16" else {"quantization_config": GPTQ})
+        (folder / name / "config.json").write_text(json.dumps(config, indent=1))
+    for start in range(0, shape["num_hidden_layers"], LAYERS_PER_FILE):
+        file, plain, packed = f"blocks-{start:03d}.safetensors", dict[str, Tensor](), dict[str, Tensor]()
+        for index in range(start, min(start + LAYERS_PER_FILE, shape["num_hidden_layers"])):
+            block = f"model.layers.{index}."
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                plain[f"{block}{norm}.weight"] = packed[f"{block}{norm}.weight"] = ones.clone()
+            for leaf, (rows, columns) in linears(shape).items():
+                plain[f"{block}{leaf}.weight"] = normal(rows, columns)
+                packed |= {f"{block}{leaf}.{part}": t for part, t in quantized(rows, columns, device).items()}
+                biases[f"{block}{leaf}.bias"] = normal(rows)
+        save(plain, folder / "bf16" / file)
+        save(packed, folder / "int4-bias" / file)
+        link(folder, file, "int4")
+        print(f"{file} of {shape['num_hidden_layers']} blocks", flush=True)
+    save(ends | {"model.norm.weight": ones}, folder / "int4-bias" / "ends.safetensors")
+    link(folder, "ends.safetensors", "int4", "bf16")
+    save(biases, folder / "int4-bias" / "biases.safetensors")
+
+
+def link(folder: Path, file: str, *others: str) -> None:
+    """A file of int4-bias for other models as well."""
+    for other in others:
+        (folder / other / file).unlink(missing_ok=True)
+        (folder / other / file).symlink_to((folder / "int4-bias" / file).resolve())
+
+
+def save(tensors: dict[str, Tensor], file: Path) -> None:
+    save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, file, {"format": "pt"})
+
+
+def serve(folder: Path, mode: str, longest: int, batch: int, pipe: Connection) -> None:
+    """An engine that waits for (batch, inputs, outputs, seed) and answers with seconds; the body of a process."""
+    kernels = vllm_cpu.Kernels()
+    import vllm
+
+    start = time.perf_counter()
+    how: dict[str, Any] = {"enforce_eager": mode == "eager"}
+    if mode == "graphs":
+        how["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    if vllm_cpu.GPU:  # three engines share it
+        how |= {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 4 * 2**30}
+    model = vllm.LLM(
+        str(folder), dtype="bfloat16", max_model_len=longest, max_num_seqs=batch, skip_tokenizer_init=True,
+        enable_prefix_caching=False, use_tqdm_on_load=False, **how,
+    )  # fmt: skip
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    held = torch.cuda.max_memory_allocated() / 2**30 if vllm_cpu.GPU else None
+    loaded = {"load_seconds": round(time.perf_counter() - start, 1), "gpu_gb": held, "kernels": list(kernels.found)}
+    pipe.send(loaded | {"vllm": vllm.__version__})
+    while job := pipe.recv():
+        batch, inputs, outputs, seed = job
+        random = torch.Generator().manual_seed(seed)
+        prompts = torch.randint(2, vocabulary, (batch, inputs), generator=random).tolist()
+        asked = vllm.SamplingParams(max_tokens=outputs, ignore_eos=True, temperature=0.0, detokenize=False)
+        start = time.perf_counter()
+        answers = model.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        assert all(len(answer.outputs[0].token_ids) == outputs for answer in answers)
+        pipe.send(seconds)
+
+
+def speed(options: argparse.Namespace) -> int:
+    """Rows of serving.json: one for each batch."""
+    context, longest = get_context("spawn"), options.inputs + options.outputs + 1
+    engines, loaded, processes = {}, {}, []
+    rows = {row["name"]: row for row in json.loads(options.out.read_text())} if options.out.exists() else {}
+    try:
+        for name in options.models:  # one after the other: vLLM measures free memory while it loads
+            ours, theirs = context.Pipe()
+            arguments = (options.folder / name, options.mode, longest, max(options.batch), theirs)
+            processes.append(context.Process(target=serve, args=arguments))
+            processes[-1].start()
+            theirs.close()
+            loaded[name] = ours.recv()  # EOFError when it died: its own words are above
+            engines[name] = ours
+            print(f"{name}: {loaded[name]}", flush=True)
+        for batch in options.batch:
+            title = f"{options.folder.name} batch {batch} {options.mode} {' '.join(options.models)}"
+            rows[title] = {
+                "name": title, "inputs": options.inputs, "outputs": options.outputs, "torch": torch.__version__,
+                "machine": vllm_cpu.machine(), "engines": loaded,
+                **measured(engines, batch, options.inputs, options.outputs, options.rounds, options.seconds),
+            }  # fmt: skip
+            options.out.write_text(json.dumps(list(rows.values()), indent=1) + "\n", encoding="utf-8")
+            show(rows[title])
+    finally:
+        for process in processes:
+            process.kill()
+    return 0
+
+
+def measured(
+    engines: dict[str, Connection], batch: int, inputs: int, outputs: int, rounds: int, limit: float
+) -> dict[str, Any]:
+    """{rounds: model -> lists over rounds, medians, ratios}. limit: seconds after which no round begins."""
+    kept: dict[str, dict[str, list[float]]] = {
+        name: {"first_token_s": [], "inter_token_s": [], "tokens_per_s": []} for name in engines
+    }
+    names, start = list(engines), time.perf_counter()
+    for number in range(-1, rounds):  # the first one warms up
+        if number > 2 and time.perf_counter() - start > limit:
+            break
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            seconds = []
+            for length in (1, outputs):
+                engines[name].send((batch, inputs, length, number + 1))
+                seconds.append(engines[name].recv())
+            if number >= 0:
+                kept[name]["first_token_s"].append(seconds[0])
+                kept[name]["inter_token_s"].append((seconds[1] - seconds[0]) / (outputs - 1))
+                kept[name]["tokens_per_s"].append(batch * outputs / seconds[1])
+    medians = {name: {key: statistics.median(values) for key, values in kept[name].items()} for name in names}
+    ratios = {}
+    for ours, theirs in PAIRS:
+        if ours in kept and theirs in kept:
+            for key in kept[ours]:
+                each = [a / b for a, b in zip(kept[ours][key], kept[theirs][key], strict=True)]
+                low, middle, high = statistics.quantiles(each, n=4)
+                ratios[f"{ours} / {theirs} {key}"] = {"median": middle, "quartiles": [low, high], "rounds": len(each)}
+    return {"medians": medians, "ratios": ratios, "rounds": kept}
+
+
+def show(row: dict[str, Any]) -> None:
+    """A row for a person."""
+    print(f"{row['name']}, {row['inputs']} tokens in, {row['outputs']} out")
+    for name, m in row["medians"].items():
+        print(
+            f"  {name:10} first token {1e3 * m['first_token_s']:8.2f} ms, between tokens "
+            f"{1e3 * m['inter_token_s']:7.3f} ms, {m['tokens_per_s']:9.1f} tokens/s"
+        )
+    for name, found in row["ratios"].items():
+        low, high = found["quartiles"]
+        print(f"  {name:38} {found['median']:.4f} (quartiles {low:.4f} to {high:.4f}, {found['rounds']} rounds)")
+    sys.stdout.flush()
+
+
+def check(options: argparse.Namespace) -> int:
+    """vllm_cpu.py's comparison, and for INT4 and INT8 weights once more without the kernel that Hopper prefers."""
+    passed = vllm_cpu.run(options)
+    if vllm_cpu.GPU and any("int" in word or not word for word in options.only):
+        os.environ["VLLM_DISABLED_KERNELS"] = "MacheteLinearKernel"
+        options.only = [word for word in options.only if "int" in word] or ["-int"]
+        passed &= vllm_cpu.run(options, " without Machete")
+    return 0 if passed else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    make_ = commands.add_parser("make")
+    make_.add_argument("folder", type=Path)
+    make_.add_argument("--shape", choices=SHAPES, default="8b")
+    speed_ = commands.add_parser("speed")
+    speed_.add_argument("folder", type=Path)
+    speed_.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    speed_.add_argument("--batch", nargs="+", type=int, default=[1, 32])
+    speed_.add_argument("--inputs", type=int, default=128, help="tokens of a prompt")
+    speed_.add_argument("--outputs", type=int, default=128, help="tokens of an answer")
+    speed_.add_argument("--rounds", type=int, default=30)
+    speed_.add_argument("--seconds", type=float, default=90, help="for each batch; at least 3 rounds")
+    speed_.add_argument("--mode", choices=("compiled", "graphs", "eager"), default="compiled")
+    speed_.add_argument("--out", type=Path, default=vllm_cpu.ROOT / "benchmarks/results/serving.json")
+    vllm_cpu.add_arguments(commands.add_parser("check"), "vllm_gpu.json")
+    options = parser.parse_args()
+    if options.command == "make":
+        make(options.folder, SHAPES[options.shape])
+        return 0
+    return speed(options) if options.command == "speed" else check(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
