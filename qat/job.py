@@ -120,7 +120,7 @@ class Job:
             assert self.recipe.data.evaluation is not None, "it is what is held out"
             raise ValueError(
                 f"{EVALUATION} {self.recipe.data.evaluation.source} holds text of data.{part} ({text.source}): "
-                f"{share:.0%} of its runs of {self.held_out.n} words are in both. A model is judged on text that it "
+                f"{share:.0%} of its runs of {self.held_out.n} words are in both: a model is judged on text that it "
                 "was not made with; choose another one"
             )
         return replace(self._check_tokens(draw(ids, text, length, *drawn)), overlap=cutter.counts())
