@@ -63,11 +63,13 @@ def compare(options: dict[str, str], chosen: list[str], work: Path) -> None:
     import gate.stage
     from qat.parent import Parent
     from qat.scheme import Scheme
+    from qat.sections import Text
     from qat.tokens import windows
 
     model, name = made.prepare(options | {"blocks": ""}, work)
     tokenizer = Parent(model, model.name).tokenizer
-    held = windows(tokenizer, options["evaluation"], int(options["held_length"]), int(options["held_out"]))
+    text = Text(source=options["evaluation"])
+    held = windows(tokenizer, text, int(options["held_length"]), int(options["held_out"]))
     scheme = Scheme.model_validate({"weights": {"dtype": "int4", "group_size": int(options["group_size"])}})
     cache = work / "measured"
     cache.mkdir()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -64,9 +67,11 @@ def run(
         raise ValueError("train.cuda_graph is true, but weights split over ranks move in every step: set it to false")
     elif graph and device.type != "cuda":
         raise ValueError(f"train.cuda_graph is true, but this run computes on {device}: set it to auto or false")
+    ends: list[float] = []
     with report.Steps("train", total=train.steps) as steps:
 
         def progress(done: int, loss: float) -> None:
+            ends.append(time.perf_counter())
             steps.advance(f"loss {loss:.4f}", by=done - steps.done)
 
         history = loop.train(
@@ -117,6 +122,7 @@ def run(
         "overlap": corpus.overlap,
         "checkpointed_blocks": checkpointed,
         "cuda_graph": graph,
+        "seconds_per_step": median(b - a for a, b in pairwise(ends)) if len(ends) > 1 else None,
         "ended": history["ended"],
         "validation": history["validation"],
         "loss": history["loss"],
