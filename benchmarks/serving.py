@@ -128,26 +128,46 @@ def save(tensors: dict[str, Tensor], file: Path) -> None:
     save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, file, {"format": "pt"})
 
 
-def serve(folder: Path, mode: str, longest: int, batch: int, pipe: Connection) -> None:
-    """An engine that waits for (batch, inputs, outputs, seed) and answers with seconds; the body of a process."""
+def settings(mode: str, share: float, cache_gib: int) -> dict[str, Any]:
+    """Of vLLM. share: of the GPU's memory that must be free, as several engines have a part of it."""
+    how: dict[str, Any] = {"enforce_eager": mode == "eager", "dtype": "bfloat16"}
+    if mode == "graphs":
+        how["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    if vllm_cpu.GPU:  # on a CPU an environment variable says so
+        how |= {"gpu_memory_utilization": share, "kv_cache_memory_bytes": cache_gib * 2**30}
+    return how
+
+
+def serve(folder: Path, how: dict[str, Any], longest: int, batch: int, pipe: Connection) -> None:
+    """An engine that waits for (batch, inputs, outputs, seed) and answers with seconds; the body of a process.
+
+    A list of windows of token ids is answered with their log-probs. how: more arguments of vLLM's.
+    """
     kernels = vllm_cpu.Kernels()
     import vllm
 
     start = time.perf_counter()
-    how: dict[str, Any] = {"enforce_eager": mode == "eager"}
-    if mode == "graphs":
-        how["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    if vllm_cpu.GPU:  # three engines share it
-        how |= {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 4 * 2**30}
-    model = vllm.LLM(
-        str(folder), dtype="bfloat16", max_model_len=longest, max_num_seqs=batch, skip_tokenizer_init=True,
-        enable_prefix_caching=False, use_tqdm_on_load=False, **how,
-    )  # fmt: skip
+    try:
+        model = vllm.LLM(
+            str(folder), max_model_len=longest, max_num_seqs=batch, skip_tokenizer_init=True, max_logprobs=-1,
+            enable_prefix_caching=False, use_tqdm_on_load=False, **how,
+        )  # fmt: skip
+    except vllm_cpu.REFUSALS as error:
+        pipe.send({"error": vllm_cpu.words(error), "kernels": list(kernels.found)})
+        return
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     held = torch.cuda.max_memory_allocated() / 2**30 if vllm_cpu.GPU else None
+    cache = model.llm_engine.vllm_config.cache_config
     loaded = {"load_seconds": round(time.perf_counter() - start, 1), "gpu_gb": held, "kernels": list(kernels.found)}
+    loaded["cache_tokens"] = cache.num_gpu_blocks * cache.block_size
     pipe.send(loaded | {"vllm": vllm.__version__})
     while job := pipe.recv():
+        if isinstance(job, list):
+            try:
+                pipe.send(vllm_cpu.score(model, job).numpy())
+            except vllm_cpu.REFUSALS as error:
+                pipe.send(vllm_cpu.words(error))
+            continue
         batch, inputs, outputs, seed = job
         random = torch.Generator().manual_seed(seed)
         prompts = torch.randint(2, vocabulary, (batch, inputs), generator=random).tolist()
@@ -161,19 +181,14 @@ def serve(folder: Path, mode: str, longest: int, batch: int, pipe: Connection) -
 
 def speed(options: argparse.Namespace) -> int:
     """Rows of serving.json: one for each batch."""
-    context, longest = get_context("spawn"), options.inputs + options.outputs + 1
-    engines, loaded, processes = {}, {}, []
+    longest, how = options.inputs + options.outputs + 1, settings(options.mode, share=0.25, cache_gib=4)
+    engines, loaded, processes = dict[str, Connection](), dict[str, Any](), list[Any]()
     rows = {row["name"]: row for row in json.loads(options.out.read_text())} if options.out.exists() else {}
     try:
         for name in options.models:  # one after the other: vLLM measures free memory while it loads
-            ours, theirs = context.Pipe()
-            arguments = (options.folder / name, options.mode, longest, max(options.batch), theirs)
-            processes.append(context.Process(target=serve, args=arguments))
-            processes[-1].start()
-            theirs.close()
-            loaded[name] = ours.recv()  # EOFError when it died: its own words are above
-            engines[name] = ours
-            print(f"{name}: {loaded[name]}", flush=True)
+            loaded[name] = begin(name, options.folder / name, how, longest, max(options.batch), engines, processes)
+            if "error" in loaded[name]:
+                return 1
         for batch in options.batch:
             title = f"{options.folder.name} batch {batch} {options.mode} {' '.join(options.models)}"
             rows[title] = {
@@ -187,6 +202,26 @@ def speed(options: argparse.Namespace) -> int:
         for process in processes:
             process.kill()
     return 0
+
+
+def begin(
+    name: str, folder: Path, how: dict[str, Any], longest: int, batch: int, engines: dict[str, Connection],
+    processes: list[Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Start an engine in a process of its own; what it says once it is loaded, or {error}. Adds to the last two."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    processes.append(context.Process(target=serve, args=(folder, how, longest, batch, theirs)))
+    processes[-1].start()
+    theirs.close()
+    try:
+        said: dict[str, Any] = ours.recv()
+    except EOFError:
+        said = {"error": "the process died; its words are above"}
+    if "error" not in said:
+        engines[name] = ours
+    print(f"{name}: {said}", flush=True)
+    return said
 
 
 def measured(

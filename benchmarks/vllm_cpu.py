@@ -64,6 +64,8 @@ from transformers import AutoTokenizer
 from vllm_reference import Reference, Windows, inputs_of  # beside this file
 
 ROOT = Path(__file__).resolve().parent.parent
+# whatever the engine raises for a checkpoint is a finding, so it is recorded
+REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError, AssertionError)
 FLAGS = ("attention_bias", "mlp_bias")
 GPU = torch.version.cuda is not None  # of the build: asking for devices would open CUDA in the parent process
 
@@ -105,29 +107,32 @@ def engine(directory: Path, windows: Windows) -> dict[str, Any]:
             model_loader_extra_config={"enable_weights_track": True},  # a weight that the files lack is an error
         )
         load_seconds = time.perf_counter() - start
-        wanted = vllm.SamplingParams(max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False)
-        answers = model.generate([{"prompt_token_ids": window} for window in windows], wanted, use_tqdm=False)
-    # whatever the engine raises for a checkpoint is this table's finding, so it is recorded
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        NotImplementedError,
-        AttributeError,
-        KeyError,
-        AssertionError,
-    ) as error:
-        while error.__cause__ is not None:
-            error = error.__cause__  # type: ignore[assignment]
-        return {"error": f"{type(error).__name__}: {error}"[:400], "kernels": list(kernels.found)}
+        log_probs = score(model, windows)
+    except REFUSALS as error:
+        return {"error": words(error), "kernels": list(kernels.found)}
     return {
-        # NumPy's: a tensor would be lost with this process
-        "log_probs": torch.cat([unflatten(answer.prompt_logprobs, len(windows[0]) - 1) for answer in answers]).numpy(),
+        "log_probs": log_probs.numpy(),  # a tensor would be lost with this process
         "load_seconds": round(load_seconds, 1),
         "peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
         "vllm": vllm.__version__,
         "kernels": list(kernels.found),
     }
+
+
+def score(model: Any, windows: Windows) -> Tensor:
+    """Log-probs of an engine at every position but the last of windows of equal length, [positions, vocabulary]."""
+    import vllm
+
+    wanted = vllm.SamplingParams(max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False)
+    answers = model.generate([{"prompt_token_ids": window} for window in windows], wanted, use_tqdm=False)
+    return torch.cat([unflatten(answer.prompt_logprobs, len(windows[0]) - 1) for answer in answers])
+
+
+def words(error: BaseException) -> str:
+    """What the engine says was the cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"[:400]
 
 
 def dtype_of(directory: Path) -> str:

@@ -35,6 +35,10 @@ def release(export: Path, out: Path, name: str, engines: list[str], facts: dict[
         (out / path).write_text(text, encoding="utf-8")
         if not path.endswith(".yaml"):
             (out / path).chmod(0o755)
+    for engine in engines:
+        prepare = getattr(plugins.find("export.engines", engine), "prepare", None)
+        if prepare is not None:  # files that this engine wants made of the checkpoint's
+            prepare(out)
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )

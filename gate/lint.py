@@ -7,7 +7,7 @@ tensor against its source. It stops after the first level with faults, because l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -26,12 +26,18 @@ class Options(Section):
 
 
 def check(
-    directory: Path | str, engines: Collection[str], artifact: Artifact | None = None, tp: int = 1, values: bool = True
+    directory: Path | str,
+    engines: Collection[str],
+    artifact: Artifact | None = None,
+    tp: int = 1,
+    values: bool = True,
+    headers_are_good: Callable[[], None] = lambda: None,
 ) -> list[Fault]:
     """Everything that is wrong with a directory, whoever wrote it; empty when it is good.
 
     engines: those that must load it (files of export/engines). artifact: what was exported. tp: ranks of tensor
-    parallelism that it is to be served on. values: False for configs and headers alone.
+    parallelism that it is to be served on. values: False for configs and headers alone. headers_are_good: called when
+    they are, before the values are read.
     Example: `check("runs/demo/export/awq", ["vllm"]) == []`.
     """
     folder = Path(directory)
@@ -47,15 +53,20 @@ def check(
         partial(_lint_names.check, export, engines),
         partial(_engines, export, engines, tp),
     ]
+    if faults := _first(levels):
+        return faults
+    headers_are_good()
+    levels = []
     if values:
         levels.append(partial(_lint_values.check, export))
     if artifact is not None:
         levels.append(partial(_lint_values.compare, export, artifact))
-    for level in levels:
-        faults = list(level())
-        if faults:
-            return faults
-    return []
+    return _first(levels)
+
+
+def _first(levels: Iterable[Callable[[], Iterator[Fault]]]) -> list[Fault]:
+    """The faults of the first level that has any."""
+    return next((faults for level in levels if (faults := list(level()))), [])
 
 
 def _engines(export: Export, engines: Collection[str], tp: int) -> Iterator[Fault]:

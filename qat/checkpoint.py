@@ -103,6 +103,11 @@ class SafetensorsFolder:
     def files(self) -> list[str]:
         return sorted(set(self._file_of.values()))
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, from its file's header."""
+        with self._open(self._file_of[name]) as f:
+            return tuple(f.get_slice(name).get_shape())
+
     def get(self, name: str) -> Tensor:
         """A copy of one tensor. Raises KeyError when there is none of that name."""
         with self._open(self._file_of[name]) as f:

@@ -178,7 +178,9 @@ def verify(
 @app.command()
 def lint(
     directory: Annotated[Path, typer.Argument(help="folder of a quantized checkpoint, whoever wrote it")],
-    engine: Annotated[list[str], typer.Option(help="vllm, trtllm, transformers or vllm_plugin; may be repeated")],
+    engine: Annotated[
+        list[str], typer.Option(help="a file of export/engines, such as vllm or trtllm; may be repeated")
+    ],
     tp: Annotated[int, typer.Option(min=1, help="ranks of tensor parallelism")] = 1,
     headers: Annotated[bool, typer.Option("--headers", help="read configs and headers only")] = False,
 ) -> None:
@@ -202,7 +204,9 @@ def engines() -> None:
 def serve(
     directory: Annotated[Path, typer.Argument(help="a released directory")],
     arguments: Annotated[list[str] | None, typer.Argument(help="passed on to the engine's server")] = None,
-    engine: Annotated[str | None, typer.Option(help="vllm or trtllm; the one that is installed when left out")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="one of its serve/*.sh; one that is installed when left out")
+    ] = None,
 ) -> None:
     """Start the installed engine on a released directory, with the options in its serve/."""
     from export.engines._serve_command import main

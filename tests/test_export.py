@@ -303,7 +303,10 @@ def test_launch_files_name_what_is_served() -> None:
     files = {}
     for engine in plugins.names("export.engines"):
         files |= plugins.find("export.engines", engine).launch("demo-fp8", config)
-    assert files.keys() == {"serve/vllm.sh", "serve/trtllm.sh", "serve/trtllm.yaml", "serve/generate.py"}
+    assert files.keys() == {
+        "serve/vllm.sh", "serve/vllm_plugin.sh", "serve/trtllm.sh", "serve/trtllm.yaml", "serve/trtllm_legacy.sh",
+        "serve/generate.py",
+    }  # fmt: skip
     assert 'vllm serve . --served-model-name demo-fp8 --dtype bfloat16 "$@"' in files["serve/vllm.sh"]
     assert "8.9" in files["serve/vllm.sh"] and "trtllm-serve . " in files["serve/trtllm.sh"]
     compile(files["serve/generate.py"], "generate.py", "exec")

@@ -25,7 +25,11 @@ STATIC = {"weights": {"dtype": "fp8_e4m3", "per": "tensor"}, "inputs": {"dtype":
 VARIANTS = {
     "int4": {"export": {"formats": ["awq", "compressed_tensors"]}},
     "fp8": {**FP8, "scheme": CHANNEL, "export": {"formats": ["compressed_tensors"]}},
-    "fp8_static": {**FP8, "scheme": STATIC, "export": {"formats": ["modelopt"], "engines": ["vllm", "trtllm"]}},
+    "fp8_static": {
+        **FP8,
+        "scheme": STATIC,
+        "export": {"formats": ["modelopt"], "engines": ["vllm", "trtllm", "trtllm_legacy"]},
+    },
 }
 
 
@@ -183,6 +187,7 @@ def test_int4_and_fp8_in_one_command(tmp_path: Path, released: Path) -> None:
         scale = groups.abs().amax(-1, keepdim=True) / 7.5
         int4 = ((groups / scale).round().clamp(-8, 7) * scale).view(weight.shape)
         assert not rounded_once(int4, weight, weight.abs().amax(-1, keepdim=True) / 448), name
+    assert (paths["fp8_static/modelopt"] / "trtllm_checkpoint/rank0.safetensors").is_file()
     inputs = load_file(paths["fp8_static/modelopt"] / "model.safetensors")
     for index in range(2):
         for leaves in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-PROGRAMS = {"vllm": "vllm", "trtllm": "trtllm-serve"}
+from qat import plugins
 
 
 def command(directory: Path, engine: str | None, arguments: Sequence[str]) -> list[str]:
@@ -18,9 +18,10 @@ def command(directory: Path, engine: str | None, arguments: Sequence[str]) -> li
     if engine is not None and engine not in scripts:
         raise ValueError(f"{directory} was not exported for {engine!r}; it was for {', '.join(scripts)}")
     wanted = [engine] if engine else list(scripts)
-    installed = [name for name in wanted if shutil.which(PROGRAMS[name])]
+    program = {name: plugins.literal("export.engines", name, "PROGRAM") for name in wanted}
+    installed = [name for name in wanted if shutil.which(program[name])]
     if not installed:
-        programs = " or ".join(PROGRAMS[name] for name in wanted)
+        programs = " or ".join(dict.fromkeys(program.values()))
         raise ValueError(
             f"there is no {programs} on the PATH; install the engine, or run {scripts[wanted[0]]} elsewhere"
         )

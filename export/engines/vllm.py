@@ -10,6 +10,7 @@ from export.engines._rules import check_common
 from qat.arch import Arch
 
 VERSION = 1
+PROGRAM = "vllm"  # of a serve/NAME.sh, for `tare serve`
 LOADS = {
     "awq": {"int4", "int4-asym"},
     "gptq": {"int4", "int8"},

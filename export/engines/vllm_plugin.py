@@ -10,6 +10,7 @@ from export.engines import vllm
 from qat.arch import Arch
 
 VERSION = 1
+PROGRAM = "vllm"
 LOADS = {
     "awq": {"int4", "int4-asym"},
     "gptq": {"int4", "int8"},
@@ -25,4 +26,4 @@ def check(format_name: str, found: Sequence[Layer], arch: Arch) -> None:
 
 def launch(directory_name: str, config: dict[str, Any]) -> dict[str, str]:
     """Files by path that start the server. directory_name: of the checkpoint. config: of the exported directory."""
-    return vllm.launch(directory_name, config)
+    return {"serve/vllm_plugin.sh": vllm.launch(directory_name, config)["serve/vllm.sh"]}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +27,16 @@ class Entry(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of one file. Raises ValueError when it is not whole or its header contradicts itself."""
-    size = path.stat().st_size
+    """The tensors of one file. Raises ValueError when it is not whole or its header contradicts itself.
+
+    A header is read once while nobody touches its file.
+    """
+    status = path.stat()
+    return dict(_read(path, status.st_size, status.st_mtime_ns))
+
+
+@lru_cache(maxsize=1024)
+def _read(path: Path, size: int, mtime_ns: int) -> dict[str, Entry]:
     with path.open("rb") as f:
         first = f.read(8)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else LONGEST + 1

@@ -4,7 +4,8 @@ from qat.arch import Arch, BiasSlots
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-# vLLM llama.py, TensorRT-LLM modeling_llama.py and transformers agree: two flags, all seven linears.
+# vLLM llama.py, TensorRT-LLM modeling_llama.py and transformers agree: two flags, all seven linears. So does
+# models/llama/config.py of TensorRT-LLM 1.2, where they are called attn_bias and mlp_bias.
 SLOTS = BiasSlots(by_flag={"attention_bias": ATTENTION, "mlp_bias": MLP})
 
 ARCH = Arch(
@@ -18,5 +19,5 @@ ARCH = Arch(
         ("post_attention_layernorm", MLP[:2]),
         ("mlp.up_proj", ("mlp.down_proj",)),
     ),
-    bias_slots={"vllm": SLOTS, "trtllm": SLOTS, "transformers": SLOTS},
+    bias_slots={"vllm": SLOTS, "trtllm": SLOTS, "trtllm_legacy": SLOTS, "transformers": SLOTS},
 )

@@ -11,7 +11,12 @@ ARCH = Arch(
     shared_input=LLAMA.shared_input,
     norm_pairs=LLAMA.norm_pairs,
     # vLLM's Mistral reads Llama's flags; TensorRT-LLM's and transformers' have no bias at all.
-    bias_slots={"vllm": SLOTS, "trtllm": BiasSlots(), "transformers": BiasSlots()},
+    bias_slots={
+        "vllm": SLOTS,
+        "trtllm": BiasSlots(),
+        "trtllm_legacy": BiasSlots(),
+        "transformers": BiasSlots(),
+    },
     relabel_to="llama",
     relabel_when={"sliding_window": None},
     relabel_fields={"attention_bias": False, "mlp_bias": False},

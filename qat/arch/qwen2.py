@@ -15,6 +15,7 @@ ARCH = Arch(
     bias_slots={
         "vllm": BiasSlots(always=QKV),
         "trtllm": BiasSlots(always=QKV, by_flag={"mlp_bias": MLP}),
+        "trtllm_legacy": BiasSlots(),  # not written for it under that name
         "transformers": BiasSlots(always=QKV),
     },
     relabel_to="llama",

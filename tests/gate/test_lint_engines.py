@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from gate import lint
-from gate.readers import open_export
+from gate.readers import _headers, open_export
 from qat.cli import app
 from tests.foreign import DIRECTORIES, LINEARS, SIZES, big
 from tests.planting import Change, config, drop, first, put, quantization
@@ -188,7 +189,11 @@ def test_modelopt_int4_is_read_as_it_was_rounded(foreign: Callable[[str], Path])
 
 def test_headers_alone_are_read_of_a_large_directory(tmp_path: Path) -> None:
     folder = big(tmp_path / "70b", layers=80, shards=30)
+    _headers._read.cache_clear()
+    start = time.perf_counter()
     assert lint.check(folder, ["vllm"], tp=8, values=False) == []
+    assert time.perf_counter() - start < 5
+    assert _headers._read.cache_info().misses == 30  # each header is read once
     split = {(f.kind, f.what) for f in lint.check(folder, ["vllm"], tp=64, values=False)}
     assert ("kernel", "448 inputs on each of 64 ranks") in split  # 28672 / 64 is no multiple of 128
     assert [f.kind for f in lint.check(folder, ["trtllm"], values=False)] == ["engine"]
