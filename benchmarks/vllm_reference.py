@@ -71,8 +71,15 @@ def cache_of(directory: Path) -> list[tuple[float, float]]:
 
 
 def fp8(value: Tensor, scale: float) -> Tensor:
-    """What comes back from an fp8 cache."""
-    return (value / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    """What comes back from an fp8 cache: the nearest number, but vLLM's CPU kernel cuts the mantissa off (0.32).
+
+    Found by trying: of the demo model, KL to the nearest is 4e-2, to what is cut off 9e-4.
+    """
+    value = (value / scale).clamp(-448, 448)
+    if torch.version.cuda is None:
+        step = 2 ** (value.abs().clamp(min=2**-6).log2().floor() - 3)
+        return (value / step).trunc() * step * scale
+    return value.to(torch.float8_e4m3fn).float() * scale
 
 
 @contextmanager

@@ -271,7 +271,9 @@ def test_what_our_own_writers_write_has_no_faults(tmp_path: Path, family: str, s
 
 
 def test_an_unknown_engine_is_an_error(tiny: SimpleNamespace) -> None:
-    with pytest.raises(ValueError, match=r"which biases 'sglang' loads .*known: transformers, trtllm, trtllm_legacy, vllm"):
+    with pytest.raises(
+        ValueError, match=r"which biases 'sglang' loads .*known: transformers, trtllm, trtllm_legacy, vllm"
+    ):
         lint.check(tiny.export("awq", "int4"), ["sglang"])
 
 
