@@ -22,8 +22,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 Windows = list[list[int]]
 
 
-def rounded(how: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Activations (..., K) rounded while serving: `int8` or `fp8`, a scale for each token or, `fp8-128`, 128 inputs."""
+def rounded(how: str, static: float | None, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Activations (..., K) rounded while serving: `int8` or `fp8`, a scale for each token or, `fp8-128`, 128 inputs.
+
+    static: the scale of `fp8-static`.
+    """
+    if static is not None:
+        return ((inputs[0] / static).clamp(-448, 448).to(torch.float8_e4m3fn).float() * static,)
     values = inputs[0].unflatten(-1, (-1, 128)) if how == "fp8-128" else inputs[0]
     largest = values.abs().amax(-1, keepdim=True).clamp(min=1e-12)
     if how == "int8":
@@ -38,11 +43,11 @@ def inputs_of(directory: Path) -> str | None:
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))["quantization_config"]
     config = config.get("base", config)
     if config["quant_method"] == "modelopt":
-        return "fp8-128" if config["quant_algo"] == "FP8_PB_WO" else None
+        return {"FP8_PB_WO": "fp8-128", "FP8": "fp8-static"}.get(config["quant_algo"], "fp8")
     groups = config.get("config_groups") or {}
     activations = next((g["input_activations"] for g in groups.values() if g.get("input_activations")), None)
     if activations is None or not activations["dynamic"]:
-        return None
+        return "fp8-static" if activations else None
     return "fp8-128" if activations["strategy"] == "group" else {"int": "int8", "float": "fp8"}[activations["type"]]
 
 
@@ -55,6 +60,16 @@ def biases_of(directory: Path) -> dict[str, Tensor]:
                 owner, _, part = name.rpartition(".")
                 if part in ("bias", "comp_bias"):
                     found[owner] = f.get_tensor(name)
+    return found
+
+
+def static_of(directory: Path) -> dict[str, float]:
+    """Static input scales by the name of the linear; {} where there are none."""
+    found = {}
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as f:
+            scales = [name for name in f.keys() if name.endswith(".input_scale")]  # noqa: SIM118 - not a dict
+            found |= {name.removesuffix(".input_scale"): f.get_tensor(name).item() for name in scales}
     return found
 
 
@@ -116,7 +131,7 @@ class Reference:
         self.model: PreTrainedModel = model.eval()
         for name, value in biases_of(biased).items():
             model.get_submodule(name).bias = nn.Parameter(value.float(), requires_grad=False)
-        self.windows, self.scales = windows, cache_of(biased)
+        self.windows, self.scales, self.static = windows, cache_of(biased), static_of(biased)
         self.biases = {
             name: value
             for name, value in model.named_parameters()
@@ -134,8 +149,10 @@ class Reference:
         kept = [bias.clone() for bias in gone]
         for bias in gone:
             bias.zero_()
-        linears = [m for n, m in self.model.named_modules() if re.search(r"layers\.\d+\..*proj$", n)]
-        hooks = [m.register_forward_pre_hook(partial(rounded, how)) for m in linears if how]
+        linears = {n: m for n, m in self.model.named_modules() if re.search(r"layers\.\d+\..*proj$", n)}
+        hooks = [
+            m.register_forward_pre_hook(partial(rounded, how, self.static.get(n))) for n, m in linears.items() if how
+        ]
         with cached_in_fp8(self.model, self.scales):
             found = torch.cat([self.model(torch.tensor([w])).logits[0, :-1].log_softmax(-1) for w in self.windows])
         for hook in hooks:

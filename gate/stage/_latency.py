@@ -69,6 +69,8 @@ def _once(engine: Any, folder: Path, dtype: str, asked: Mapping[str, Any], into:
                     raise ValueError(f"its benchmark ended with {done.returncode}: {_last(done.stdout + done.stderr)}")
                 for key, value in engine.read(out).items():
                     numbers[key].append(value)
+            if server.poll() is not None:
+                raise ValueError(f"it ended with {server.returncode} while it served")
             weights = engine.weights_gb(log.read_text(encoding="utf-8", errors="replace"))
             into["memory_gb"] = weights or max(into.get("memory_gb", 0.0), _resident_gb(server))
 
