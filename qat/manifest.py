@@ -69,11 +69,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing") from error
+        raise ValueError(f"{path} is missing; fetch it again, or give the folder that has it") from error
     except ValueError as error:  # no UTF-8, or no JSON
-        raise ValueError(f"{path} is not JSON: {error}; it was cut short, or is not what its name says") from error
+        raise ValueError(
+            f"{path} is not JSON: {error}; it was cut short, or is not what its name says: fetch it again"
+        ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a JSON {type(found).__name__}, where an object is expected")
+        raise ValueError(f"{path} holds a JSON {type(found).__name__}, where an object is expected; fetch it again")
     return found
 
 
@@ -163,7 +165,7 @@ def redact(text: str) -> str:
 
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
+FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 NO_MEMORY = ("can't allocate memory", "out of memory")  # torch's own words on a CPU and on a GPU
 
 
@@ -181,7 +183,7 @@ def way_out(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in FULL:
         return f"free some disk or set output=FOLDER on a larger one, and run again: {kept}"
     if isinstance(error, OSError) and error.errno in FORBIDDEN:
-        return "make it writable and readable for this user, or set output=FOLDER elsewhere"
+        return "make it a folder that this user may read and write, or set output=FOLDER elsewhere"
     said = str(error)
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(word in said for word in NO_MEMORY)):
         return (
