@@ -28,6 +28,12 @@ LINES = [
         "tests/test_recipe.py::test_all_errors_come_at_once_with_their_paths_and_a_suggestion",
     ),
     Line(
+        "YAML that is meant to break readers",
+        "recipe",
+        "refused in words",
+        "tests/test_fuzz_recipe.py::test_yaml_that_is_meant_to_break_readers",
+    ),
+    Line(
         "more disk needed than is free",
         "recipe",
         "needs X GB more disk and Y GB is free; free some, choose fewer export.formats, or set output",
@@ -50,6 +56,13 @@ LINES = [
         "data",
         "holds text of data.calibration: a model is judged on text that it was not made with",
         "tests/test_trust.py::test_a_model_is_not_judged_on_text_that_it_was_made_with",
+    ),
+    Line(
+        "a passage of evaluation text inside calibration or training text",
+        "data",
+        "cut out of it, and counted in the report",
+        "tests/test_overlap.py::test_a_run_cuts_and_counts",
+        False,
     ),
     Line(
         "a text that is too short for training and validation",
@@ -135,6 +148,12 @@ LINES = [
         f"{LINT}test_what_differs_from_its_source_is_found",
     ),
     Line(
+        "a latency bound without the engine that is to be measured",
+        "gate",
+        "an error before anything is calibrated",
+        "tests/gate/test_latency.py::test_a_missing_engine_is_an_error_before_anything_is_calibrated",
+    ),
+    Line(
         "scales of one block 5% too large",
         "gate",
         "refused by the KL to the parent",
@@ -176,6 +195,13 @@ LINES = [
         "run",
         "the ranks read different recipes or files",
         "tests/test_ranks.py::test_other_ranks_fail_when_rank_0_does",
+    ),
+    Line(
+        "a run killed at every stage boundary and at random moments",
+        "run",
+        "goes on to the same bytes",
+        "tests/test_drill.py::test_a_run_killed_at_any_moment_goes_on_to_the_same_bytes",
+        False,
     ),
     Line(
         "a run that is terminated",
