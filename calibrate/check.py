@@ -30,7 +30,7 @@ def formats(model: Model, scheme: Scheme) -> dict[str, TensorFormat]:
             if not any(matches(pattern, name) for name in known):
                 never = " that is ever quantized" if any(matches(pattern, name) for name in others) else ""
                 raise ValueError(
-                    f"scheme.{what}: {pattern!r} names no linear{never} of this model; names look like {linears[0]}, "
+                    f"scheme.{what}: {pattern!r} names no linear of this model{never}; names look like {linears[0]}, "
                     "and * stands for any characters"
                 )
     found = {name: fmt for name in linears if (fmt := scheme.format_of(name)) is not None}

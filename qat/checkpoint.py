@@ -58,7 +58,7 @@ class SafetensorsFolder:
         if not files:
             other = sorted(p.name for p in self.folder.glob("*.bin")) + sorted(p.name for p in self.folder.glob("*.pt"))
             hint = f" ({other[0]} is a pickle, which is never loaded: convert it to safetensors)" if other else ""
-            raise ValueError(f"{self.folder} holds no *.safetensors file{hint}")
+            raise ValueError(f"{self.folder} holds no *.safetensors file{hint or '; give the folder of a whole model'}")
         return files
 
     def _read_index(self, index: Path) -> None:
@@ -67,7 +67,8 @@ class SafetensorsFolder:
             missing = {n for n, f in self._file_of.items() if f == file} - set(self._keys(file))
             if missing:
                 raise ValueError(
-                    f"{index} says that {file} holds {min(missing)}, but it does not; the shard is not whole"
+                    f"{index} says that {file} holds {min(missing)}, but it does not; one of them is of another "
+                    "model, or not whole: fetch both again"
                 )
 
     def _keys(self, file: str) -> list[str]:
@@ -84,7 +85,11 @@ class SafetensorsFolder:
         except SafetensorError as error:
             with path.open("rb") as f:
                 is_pointer = f.read(20).startswith(b"version https://git")
-            why = "a Git-LFS pointer: fetch the real file (git lfs pull)" if is_pointer else f"not valid: {error}"
+            why = (
+                "a Git-LFS pointer: fetch the real file (git lfs pull)"
+                if is_pointer
+                else f"not valid: {error}; fetch it again"
+            )
             raise ValueError(f"{path} is {why}") from error
 
     def names(self) -> list[str]:

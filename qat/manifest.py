@@ -69,11 +69,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing") from error
+        raise ValueError(f"{path} is missing; fetch it again, or give the folder that has it") from error
     except ValueError as error:  # no UTF-8, or no JSON
-        raise ValueError(f"{path} is not JSON: {error}; it was cut short, or is not what its name says") from error
+        raise ValueError(
+            f"{path} is not JSON: {error}; it was cut short, or is not what its name says: fetch it again"
+        ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a JSON {type(found).__name__}, where an object is expected")
+        raise ValueError(f"{path} holds a JSON {type(found).__name__}, where an object is expected; fetch it again")
     return found
 
 
@@ -163,30 +165,35 @@ def redact(text: str) -> str:
 
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
+NO_MEMORY = ("can't allocate memory", "out of memory")  # torch's own words on a CPU and on a GPU
 
 
 def told(error: BaseException) -> str:
     """An error in one sentence for people, with the way out where the error itself cannot know it."""
-    text = f"{type(error).__name__}: {error}"
+    way = way_out(error)
+    if isinstance(error, MemoryError | RuntimeError) and way:  # of another library, and often a page
+        return redact(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}; {way}")
+    return redact(f"{type(error).__name__}: {error}" + (f"; {way}" if way else ""))
+
+
+def way_out(error: BaseException) -> str:
+    """What a person can do when the machine refuses disk, memory or a right, or a process is gone; else nothing."""
+    kept = "what is finished is kept"
     if isinstance(error, OSError) and error.errno in FULL:
-        text += "; free some disk or set output=FOLDER on a larger one, and run again: what is finished is kept"
-    elif isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        text += "; make it writable and readable for this user, or set output=FOLDER elsewhere"
-    elif is_out_of_memory(error):
-        what = " ".join(str(error).split())[:300] or type(error).__name__
-        text = (
-            f"out of memory: {what}; lower train.micro_batch, the lengths under data or compute.activation_gb, or take "
-            "a larger machine: what is finished is kept"
+        return f"free some disk or set output=FOLDER on a larger one, and run again: {kept}"
+    if isinstance(error, OSError) and error.errno in FORBIDDEN:
+        return "make it a folder that this user may read and write, or set output=FOLDER elsewhere"
+    said = str(error)
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(word in said for word in NO_MEMORY)):
+        return (
+            "out of memory: lower train.micro_batch, the lengths under data or compute.activation_gb, or take a larger "
+            f"machine: {kept}"
         )
-    return redact(text)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was refused: by Python, or by torch, which has a class of its own for a GPU's only."""
-    said = ("can't allocate memory", "out of memory")
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in said)
-    )
+    # torch has classes for NCCL and its store, whose names begin like this, and none for gloo
+    if isinstance(error, RuntimeError) and ("/gloo/" in said or type(error).__name__.startswith("Dist")):
+        return f"another process of this launch is gone: see what it said last, and run again: {kept}"
+    return ""
 
 
 class Fingerprints:

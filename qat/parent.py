@@ -80,9 +80,13 @@ class Parent:
             method = self.config.quantization_config.get("quant_method")
             raise ValueError(f"{self.name} is already quantized ({method}); Tare starts from full-precision weights")
         _ = self.arch, self.tensors
-        size, rows = len(self.tokenizer), self.config.vocab_size
+        # without added tokens: Gemma 3's text models share a tokenizer that has one for images, beyond their embedding
+        size, rows = self.tokenizer.vocab_size, self.config.vocab_size
         if size > rows:
-            raise ValueError(f"the tokenizer of {self.name} has {size} tokens, its config only {rows} (vocab_size)")
+            raise ValueError(
+                f"the tokenizer of {self.name} has {size} tokens, its config only {rows} (vocab_size); take the "
+                "tokenizer that belongs to the model"
+            )
         fits.check(self.config, self.tensors.entries(), self.name)
         return self
 

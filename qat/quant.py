@@ -46,7 +46,10 @@ def to_grid(x: Tensor) -> Tensor:
     y = x.bfloat16().half().float()
     if not torch.isfinite(y).all():
         worst = x.abs().nan_to_num(nan=torch.inf).max().item()
-        raise ValueError(f"value {worst:g} has no finite float16 form (at most 65504): the engines store it in 16 bits")
+        raise ValueError(
+            f"value {worst:g} has no finite float16 form (at most 65504): the engines store it in 16 bits; put the "
+            "layer into scheme.skip"
+        )
     return y
 
 

@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         report.complain(manifest.told(error))
         return 1
     except (MemoryError, RuntimeError) as error:
-        if not manifest.is_out_of_memory(error):
+        if not manifest.way_out(error):
             raise
         report.complain(manifest.told(error))
         return 1

@@ -1,4 +1,4 @@
-"""Where a parent comes from, and every way in which a folder can be no good."""
+"""Where a parent comes from. What is no good about one: tests/known_bad/test_load.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,84 +168,6 @@ def test_a_gguf_file_gives_back_the_model_it_was_made_of(tmp_path: Path) -> None
     assert opened(file, cache).folder == parent.folder and bytes_of(cache) == made
     (tmp_path / "other.gguf").write_bytes(file.read_bytes())  # known by content, not by name
     assert opened(tmp_path / "other.gguf", cache).folder == parent.folder
-
-
-def truncate(folder: Path) -> None:
-    content = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(content[: len(content) // 2])
-
-
-def pointer(folder: Path) -> None:
-    text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 123\n"
-    (folder / WEIGHTS).write_text(text)
-
-
-def pickle_only(folder: Path) -> None:
-    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
-
-
-def index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
-        weight_map = dict.fromkeys(load_file(folder / WEIGHTS), WEIGHTS)
-        change(weight_map)
-        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-
-    return write
-
-
-def outside(weight_map: dict[str, Any]) -> None:
-    weight_map["model.norm.weight"] = "../elsewhere.safetensors"
-
-
-def config(**fields: Any) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
-        known = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(known | fields))
-
-    return write
-
-
-def twice(folder: Path) -> None:
-    save_file({"model.norm.weight": torch.ones(64)}, folder / "more.safetensors")
-
-
-def no_tokenizer(folder: Path) -> None:
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
-
-
-QUANTIZED = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (truncate, r"model\.safetensors is not valid"),
-    "empty file": (lambda f: (f / WEIGHTS).write_bytes(b""), r"model\.safetensors is not valid"),
-    "Git-LFS pointer": (pointer, r"model\.safetensors is a Git-LFS pointer: fetch the real file \(git lfs pull\)"),
-    "pickle": (pickle_only, r"no \*\.safetensors file \(pytorch_model\.bin is a pickle, which is never loaded"),
-    "nothing": (lambda f: (f / WEIGHTS).unlink(), r"holds no \*\.safetensors file"),
-    "outside": (index(outside), r"points to '\.\./elsewhere\.safetensors', outside its folder"),
-    "absolute": (index(lambda m: m.update(x="/etc/passwd")), r"points to '/etc/passwd', outside its folder"),
-    "no shard": (index(lambda m: m.update(x="b.safetensors")), r"b\.safetensors is missing; the index names it"),
-    "no tensor": (index(lambda m: m.update({"model.x": WEIGHTS})), r"says that model\.safetensors holds model\.x"),
-    "no map": (lambda f: (f / INDEX).write_text("{}"), r"index\.json has no weight_map"),
-    "twice": (twice, r"tensor model\.norm\.weight is in both model\.safetensors and more\.safetensors; keep one"),
-    "quantized": (config(quantization_config=QUANTIZED), r"is already quantized \(awq\).*full-precision"),
-    "vocabulary": (config(vocab_size=7), r"tokenizer of \w+ has 8 tokens, its config only 7 \(vocab_size\)"),
-    "architecture": (
-        config(model_type="gpt2"),
-        r"model_type 'gpt2'\) is not known; known: gemma3_text, llama, mistral, mixtral, phi3",
-    ),
-    "tokenizer": (no_tokenizer, r"has no tokenizer files.*copy the model's tokenizer there"),
-}
-
-
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_folder_that_is_no_good_says_why(tmp_path: Path, what: str) -> None:
-    folder = save_parent(tmp_path / "model")
-    opened(folder, tmp_path)
-    spoil, why = BROKEN[what]
-    spoil(folder)
-    with pytest.raises(ValueError, match=why) as caught:
-        opened(folder, tmp_path)
-    assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("source", ["/nowhere/at/all", "./missing", "~/missing", "missing.gguf"])

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 import gate.stage
-from qat.micro import make_micro
 from qat.plugins import ROOT
 from qat.train import main
 
@@ -234,65 +232,6 @@ def test_only_the_first_rank_of_a_machine_complains(
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert micro(tmp_path / "runs", "train.stepz=3")[0] == 2
     assert capsys.readouterr() == ("", "")
-
-
-def config(folder: Path, **fields: Any) -> None:
-    known = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(known | fields))
-
-
-def change(folder: Path, name: str, value: Any) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors[name].view(-1)[3] = value
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def outside(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../../x.safetensors"}}')
-
-
-def cut(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
-
-
-WEIGHT = "model.layers.1.mlp.up_proj.weight"
-BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "other architecture": (lambda f: config(f, model_type="gpt2"), "known: gemma3_text, llama, mistral, mixtral, phi3"),
-    "unheard-of architecture": (
-        lambda f: config(f, model_type="frob", architectures=["FrobForCausalLM"]),
-        "architecture FrobForCausalLM (model_type 'frob') is not known; known: gemma3_text, llama, mistral",
-    ),
-    "no tokenizer": (lambda f: [p.unlink() for p in f.glob("tokenizer*")], "has no tokenizer files"),
-    "cut short": (cut, "model.safetensors is not valid"),
-    "outside": (outside, "outside its folder"),
-    "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
-    "half a config": (lambda f: (f / "config.json").write_text('{"model_type": '), "config.json"),
-    "not finite": (lambda f: change(f, WEIGHT, float("nan")), WEIGHT),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_a_bad_model_fails_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
-    model = make_micro(tmp_path / "model")
-    spoil, why = BAD[what]
-    spoil(model)
-    capsys.readouterr()
-    code, folder = micro(tmp_path / "runs", f"model.source={model}", "until=calibrate")
-    said = capsys.readouterr()
-    assert code == 1 and "Traceback" not in said.err
-    assert why in said.err
-    assert len(said.err.splitlines()) == 1, said.err
-    summary = summary_of(folder)
-    assert summary["status"] == "failed" and why in summary["error"] and summary["stages"] == []
-    assert not any(path.name.startswith("calibrate") and path.suffix != ".partial" for path in folder.iterdir())
-
-
-def test_a_group_size_that_does_not_fit_offers_those_that_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _ = micro(tmp_path, "scheme.weights.group_size=48", "until=calibrate")
-    said = capsys.readouterr().err
-    assert code == 1 and "48 does not divide" in said and " 64" in said and "32" in said
 
 
 def test_training_that_goes_wrong_is_a_failure_of_the_run(tmp_path: Path, unreleased: Path) -> None:

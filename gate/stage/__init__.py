@@ -36,7 +36,7 @@ from gate import _examples, _measure, lint
 from gate._inputs import CacheScales, hooks
 from gate.readers import Export, InputQuant, open_export
 from gate.stage import _latency, _tasks
-from gate.stage._content import digest, effective, files_key, fingerprint, remembered, write_json
+from gate.stage._content import digest, effective, files_key, fingerprint, remember, remembered
 from gate.stage._tasks import texts as task_texts
 from gate.stage._verdict import Exported, problems, verdict
 from qat.arch import arch_of
@@ -202,7 +202,7 @@ def measure_all(
         own, others = _measure.measure_many(parent.model(device, dtype), models, windows, progress, store=store)
         for name, measurement in {parent.name: own, **others}.items():
             known[keys[name]] = measurement.as_dict()
-            write_json(cache / f"measure-{keys[name]}.json", known[keys[name]])
+            remember(cache, "measure", keys[name], known[keys[name]])
     out: dict[str, dict[str, Any]] = {}
     for state in every:
         numbers, same = known[keys[state.name]], first[content[state.name]]

@@ -74,12 +74,18 @@ def remembered(cache: Path, kind: str, key: str, compute: Callable[[], Any] | No
     Without `compute`: None when there is none.
     """
     path = cache / f"{kind}-{key}.json"
-    with suppress(FileNotFoundError, ValueError):  # half a file is no memory
-        return json.loads(path.read_text(encoding="utf-8"))
+    with suppress(ValueError):  # none, or half a file, which is no memory
+        found = manifest.read_json(path)
+        if found.keys() == {"value"}:
+            return found["value"]
     if compute is None:
         return None
-    value = compute()
-    write_json(path, value)
+    return remember(cache, kind, key, compute())
+
+
+def remember(cache: Path, kind: str, key: str, value: Any) -> Any:
+    """Store a JSON value for `remembered`; gives it back."""
+    write_json(cache / f"{kind}-{key}.json", {"value": value})
     return value
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gate import _examples, _lm_eval
-from gate.stage._content import digest, remembered, write_json
+from gate.stage._content import digest, remember, remembered
 from qat.model import Model
 
 Progress = Callable[[str, int], Any]  # (state, requests done just now)
@@ -46,14 +46,14 @@ def measure(
             if known is None:
                 scores = _examples.score(make(False), examples, partial(progress, name))
                 known = {"metric": examples[0].metric, "scores": scores}
-                write_json(cache / f"task-{key}.json", known)
+                remember(cache, "task", key, known)
             found[task] = known
         if lm_eval:
             key = digest("lm-eval", _lm_eval.version(), content[name], sorted(lm_eval), limit, *where)
             known = remembered(cache, "task", key)
             if known is None:
                 known = _lm_eval.score(make(True), tokenizer, lm_eval, limit)
-                write_json(cache / f"task-{key}.json", known)
+                remember(cache, "task", key, known)
             found |= known
         out[name] = {
             task: {**one, "score": math.fsum(one["scores"]) / len(one["scores"])} for task, one in found.items()

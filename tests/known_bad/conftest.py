@@ -37,8 +37,8 @@ def place(earlier: Path, tmp_path: Path) -> Place:
 def note(record_property: pytest.FixtureFunctionDefinition) -> Note:
     """Write a line of the table into pytest's report."""
 
-    def write(fault: str, caught_by: str, said: str) -> None:
-        for name, value in (("fault", fault), ("caught_by", caught_by), ("said", said)):
+    def write(fault: str, caught_by: str, said: str, refused: bool = True) -> None:
+        for name, value in (("fault", fault), ("caught_by", caught_by), ("said", said), ("refused", refused)):
             record_property(name, value)
 
     return write

@@ -33,6 +33,16 @@ def copied(part: str) -> Spoil:
     return spoil
 
 
+def inside(part: str) -> Spoil:
+    """Most of the evaluation text in the midst of another one, so that no window is the same."""
+
+    def spoil(place: Place) -> None:
+        own, held = place.text(part).read_text(), place.text("evaluation").read_text()
+        place.text(part).write_text(f"{own[:1001]} {held[: len(held) * 3 // 4]} {own[1001:]}")
+
+    return spoil
+
+
 def folder(place: Place) -> None:
     place.text("calibration").unlink()
     place.text("calibration").mkdir()
@@ -113,6 +123,22 @@ CASES = [
         "the calibration text under another name as evaluation text, all but the gate reused",
         "data",
         copied("calibration"),
+        ("evaluation.txt holds text of data.calibration", "choose another one"),
+    ),
+    Case(
+        "most of the evaluation text inside the training text",
+        "data",
+        inside("training"),
+        (
+            "data.evaluation.source ",
+            "evaluation.txt holds text of data.training",
+            "of its runs of 13 words are in both",
+        ),
+    ),
+    Case(
+        "most of the evaluation text inside the calibration text",
+        "data",
+        inside("calibration"),
         ("evaluation.txt holds text of data.calibration", "choose another one"),
     ),
     Case(
