@@ -67,13 +67,20 @@ def write_json(path: Path, value: Any, allow_nan: bool = True) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError, naming the file, when it holds none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return json_object(path.read_bytes(), path)
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing") from error
-    except ValueError as error:  # no UTF-8, or no JSON
-        raise ValueError(f"{path} is not JSON: {error}; it was cut short, or is not what its name says") from error
+
+
+def json_object(content: bytes, where: Path) -> dict[str, Any]:
+    """The object that `content`, of the file `where`, writes out. Raises ValueError when it is none."""
+    try:
+        found = json.loads(content.decode("utf-8"))
+        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text that can be shown
+    except (ValueError, RecursionError) as error:  # no UTF-8, or no JSON
+        raise ValueError(f"{where} is not JSON: {error}; it was cut short, or is not what its name says") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a JSON {type(found).__name__}, where an object is expected")
+        raise ValueError(f"{where} holds a JSON {type(found).__name__}, where an object is expected")
     return found
 
 

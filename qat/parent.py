@@ -94,9 +94,9 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except StrictDataclassError as error:  # a field of a type or value that the architecture cannot have
         raise ValueError(f"{folder / 'config.json'}: {one_line(error)}; correct the field") from error
-    except ValueError:  # not known to transformers; our own error names the architectures that we know
-        find(SimpleNamespace(**said))
-        raise
+    except Exception as error:  # what transformers raises for a config that makes no sense has no common class
+        find(SimpleNamespace(**said))  # for one that it does not know, our own error names those that we know
+        raise ValueError(f"{folder / 'config.json'}: {one_line(error)}; correct it") from error
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
