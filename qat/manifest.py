@@ -26,6 +26,7 @@ import psutil
 from qat import __version__
 
 FILE = "manifest.json"
+TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN")
 WRITTEN = {"files", "parents", "metrics", "seconds", "peak_rss_gb", "peak_gpu_gb"}  # of a manifest, and read again
 RACY_SECONDS = 2.0  # a file younger than this may still change within one tick of its time stamp
 
@@ -164,9 +165,14 @@ def seeds(value: Any, path: str = "") -> dict[str, int]:
 
 
 def redact(text: str) -> str:
-    """`text` without Hugging Face tokens and without passwords in URLs."""
+    """`text` without Hugging Face tokens, the values of HF_TOKEN and its like, and what gives access in URLs."""
+    for name in TOKENS:
+        if len(secret := os.environ.get(name, "").strip()) >= 8:
+            text = text.replace(secret, "***")
     text = re.sub(r"\bhf_[A-Za-z0-9]{8,}", "hf_***", text)
-    return re.sub(r"(\w+://[^\s:/@]*):[^\s/@]+@", r"\1:***@", text)
+    text = re.sub(r"(\w+://[^\s:/@]*):[^\s/@]+@", r"\1:***@", text)
+    text = re.sub(r"(\w+://)[^\s:/@]+@", r"\1***@", text)
+    return re.sub(r"(?i)([?&](?:access_token|token|api_key|key|password|signature)=)[^&\s'\"]+", r"\1***", text)
 
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
