@@ -98,6 +98,9 @@ class Export(ABC):
             count = getattr(config, key, 1)
             if type(count) is not int or not 0 <= count <= len(self.stored):
                 raise ValueError(f"{self.folder}: config.json has {key} {count!r}, for {len(self.stored)} tensors")
+        named = getattr(config, "architectures", None) or []
+        if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
+            raise ValueError(f"{self.folder}: config.json has architectures {named!r}; a list of names is expected")
         dtype = getattr(config, "dtype", None)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(
