@@ -93,14 +93,14 @@ def keep_tokenizer(carrier: Carrier, parent: Path, out: Path) -> None:
     file = out / "tokenizer_config.json"
     if not carrier.relabelled or not file.is_file():
         return
-    ours = AutoTokenizer.from_pretrained(parent)
-    if _same_tokenizer(ours, AutoTokenizer.from_pretrained(out)):
+    ours = AutoTokenizer.from_pretrained(parent, trust_remote_code=False)
+    if _same_tokenizer(ours, AutoTokenizer.from_pretrained(out, trust_remote_code=False)):
         return
     name = type(ours).__name__
     name = "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name  # as transformers 4 calls it
     fields = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": name}
     file.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    if not _same_tokenizer(ours, AutoTokenizer.from_pretrained(out)):
+    if not _same_tokenizer(ours, AutoTokenizer.from_pretrained(out, trust_remote_code=False)):
         raise ValueError(
             f"{parent}: as model_type {carrier.config['model_type']} transformers makes another tokenizer of these "
             "files; save the parent's tokenizer as PreTrainedTokenizerFast, which does not depend on the model"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from jinja2 import Environment, StrictUndefined
 
 from qat import __version__, manifest, plugins
 from qat.artifact import link_or_copy
+from qat.report import plain
 
 TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 PROVENANCE = "tare.json"
@@ -19,8 +21,10 @@ PROVENANCE = "tare.json"
 def release(export: Path, out: Path, name: str, engines: list[str], facts: dict[str, Any]) -> None:
     """Make `out` the checkpoint in `export` plus README.md, serve/ and tare.json (hashes of every file).
 
-    engines: those that load it. facts: what the card says; see model_card.md.j2. Existing files of `out` are replaced.
+    name: what it is called there; letters that a shell or Markdown has a use for become -. engines: those that load it.
+    facts: what the card says; see model_card.md.j2. Existing files of `out` are replaced.
     """
+    name = re.sub(r"[^\w.-]+", "-", name).strip("-")
     out.mkdir(parents=True, exist_ok=True)
     for file in sorted(p for p in export.rglob("*") if p.is_file()):
         target = out / file.relative_to(export)
@@ -42,6 +46,7 @@ def release(export: Path, out: Path, name: str, engines: list[str], facts: dict[
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
+    environment.filters["plain"] = plain
     card = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=name,
         version=__version__,

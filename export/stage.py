@@ -31,7 +31,7 @@ def run(
     is replaced. Raises ValueError, before anything is written, when a format or engine cannot take the model.
     """
     artifact = Artifact(artifact_folder)
-    config = AutoConfig.from_pretrained(artifact_folder)
+    config = AutoConfig.from_pretrained(artifact_folder, trust_remote_code=False)
     arch = arch_of(config)
     chosen = carrier(arch, config, engines, biased(artifact, arch), dtype)
     check(artifact, chosen, formats, engines)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from gate._check import Fault
 from gate.readers._headers import read_header, weight_files
-from qat.checkpoint import INDEX
+from qat.index import INDEX, weight_map
 
 
 def check(folder: Path) -> Iterator[Fault]:
@@ -47,11 +46,11 @@ def _index(folder: Path, files: list[str], place: dict[str, str]) -> Iterator[Fa
             yield Fault("index", INDEX, f"missing beside {len(files)} shards", "several shards need an index", fix)
         return
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        pairs = set(listed.items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        yield Fault("index", INDEX, f"unreadable ({error!r})", "the index is JSON with a weight_map", fix)
+        listed = weight_map(path)
+    except ValueError as error:
+        yield Fault("index", INDEX, f"unreadable ({error})", "the index is JSON with a weight_map", fix)
         return
+    pairs = set(listed.items())
     stored = set(place.items())
     for name, file in sorted(pairs - stored):
         what = f"listed in {file}, but is in {place.get(name, 'no shard')}"

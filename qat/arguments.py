@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from qat import plugins
+from qat.manifest import redact
 from qat.scheme import did_you_mean
 
 KEYWORDS = ("demo", "micro")  # model sources that are no path
@@ -100,7 +101,7 @@ def read_yaml(text: str) -> Any:
 
 
 def _check_extent(value: Any) -> None:
-    """Aliases may make a short text endless, and escapes may make text that no file takes."""
+    """Aliases may make a short text endless; and every text is one that may be written anywhere."""
     waiting, count = [value], 0
     while waiting:
         inner = waiting.pop()
@@ -120,6 +121,11 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RecipeError(f"{text!a} is not UTF-8 text") from error
+    if (shown := redact(text)) != text:
+        raise RecipeError(
+            f"{shown!r} holds a token or a password, and a recipe is written into manifests, reports and releases; "
+            "leave it out and set HF_TOKEN"
+        )
 
 
 def read(argv: list[str]) -> tuple[Path, dict[str, Any], list[str]]:

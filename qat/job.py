@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class Job:
         run.inputs = self.root
         self.steps = outline.outline(self.recipe, self.root)
         self.made: dict[int, Stage] = {}
+        # made once for this job, and gone with it
+        self.training, self.check_texts = functools.cache(self._training), functools.cache(self._check_texts)
         self.device = device(self.recipe.compute)
         self.dtype = dtype(self.recipe.compute, self.device)
         report.say(f"{self.parent.name}: {self.parent.arch.class_name}, computing on {self.device} in {self.dtype}")
@@ -60,8 +63,7 @@ class Job:
         """The stage that step `index` works on."""
         return self.made[self.steps[index].parents[0]]
 
-    @cache  # noqa: B019, one job per run
-    def check_texts(self) -> None:
+    def _check_texts(self) -> None:
         """Read every text that a later stage needs, so that a bad one fails before any work is done.
 
         Raises ValueError when evaluation text is also calibration or training text. Every stage that reads text asks,
@@ -94,8 +96,7 @@ class Job:
         self._check_length(text.length)
         return self._check_tokens(windows(self.parent.tokenizer, text, text.length, text.sequences, text.seed))
 
-    @cache  # noqa: B019, one job per run
-    def training(self, length: int) -> Corpus:
+    def _training(self, length: int) -> Corpus:
         """Windows of the training text. Example: `training(512)` for sequences of 512 tokens."""
         assert self.recipe.data.training is not None, "the recipe was checked to have training text"
         return self._clean("training", self.recipe.data.training, length)

@@ -26,6 +26,7 @@ import psutil
 from qat import __version__
 
 FILE = "manifest.json"
+TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN")
 WRITTEN = {"files", "parents", "metrics", "seconds", "peak_rss_gb", "peak_gpu_gb"}  # of a manifest, and read again
 RACY_SECONDS = 2.0  # a file younger than this may still change within one tick of its time stamp
 
@@ -67,15 +68,22 @@ def write_json(path: Path, value: Any, allow_nan: bool = True) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError, naming the file, when it holds none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return json_object(path.read_bytes(), path)
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing; fetch it again, or give the folder that has it") from error
-    except ValueError as error:  # no UTF-8, or no JSON
+
+
+def json_object(content: bytes, where: Path) -> dict[str, Any]:
+    """The object that `content`, of the file `where`, writes out. Raises ValueError when it is none."""
+    try:
+        found = json.loads(content.decode("utf-8"))
+        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text that can be shown
+    except (ValueError, RecursionError) as error:  # no UTF-8, or no JSON
         raise ValueError(
-            f"{path} is not JSON: {error}; it was cut short, or is not what its name says: fetch it again"
+            f"{where} is not JSON: {error}; it was cut short, or is not what its name says: fetch it again"
         ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a JSON {type(found).__name__}, where an object is expected; fetch it again")
+        raise ValueError(f"{where} holds a JSON {type(found).__name__}, where an object is expected; fetch it again")
     return found
 
 
@@ -159,9 +167,14 @@ def seeds(value: Any, path: str = "") -> dict[str, int]:
 
 
 def redact(text: str) -> str:
-    """`text` without Hugging Face tokens and without passwords in URLs."""
+    """`text` without Hugging Face tokens, the values of HF_TOKEN and its like, and what gives access in URLs."""
+    for name in TOKENS:
+        if len(secret := os.environ.get(name, "").strip()) >= 8:
+            text = text.replace(secret, "***")
     text = re.sub(r"\bhf_[A-Za-z0-9]{8,}", "hf_***", text)
-    return re.sub(r"(\w+://[^\s:/@]*):[^\s/@]+@", r"\1:***@", text)
+    text = re.sub(r"(\w+://[^\s:/@]*):[^\s/@]+@", r"\1:***@", text)
+    text = re.sub(r"(\w+://)[^\s:/@]+@", r"\1***@", text)
+    return re.sub(r"(?i)([?&](?:access_token|token|api_key|key|password|signature)=)[^&\s'\"]+", r"\1***", text)
 
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -28,6 +28,8 @@ DEMO = ROOT / "recipes" / "demo" / "model"
 SIDE_FILES = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
               "vocab.*", "merges.txt", "chat_template*", "*.model", "LICENSE*", "NOTICE*", "USE_POLICY*")  # fmt: skip
 
+CODE = (".py", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".ckpt", ".joblib")  # whoever loads one runs what is in it
+
 
 @dataclass(frozen=True)
 class Parent:
@@ -98,9 +100,9 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except StrictDataclassError as error:  # a field of a type or value that the architecture cannot have
         raise ValueError(f"{folder / 'config.json'}: {one_line(error)}; correct the field") from error
-    except ValueError:  # not known to transformers; our own error names the architectures that we know
-        find(SimpleNamespace(**said))
-        raise
+    except Exception as error:  # what transformers raises for a config that makes no sense has no common class
+        find(SimpleNamespace(**said))  # for one that it does not know, our own error names those that we know
+        raise ValueError(f"{folder / 'config.json'}: {one_line(error)}; correct it") from error
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
@@ -120,8 +122,9 @@ def one_line(error: Exception) -> str:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Config, tokenizer and licence files of a checkpoint folder, sorted by name."""
-    return sorted({p for pattern in SIDE_FILES for p in folder.glob(pattern) if p.is_file()})
+    """Config, tokenizer and licence files of a checkpoint folder, sorted by name; no code, and no pickles."""
+    found = {p for pattern in SIDE_FILES for p in folder.glob(pattern) if p.is_file()}
+    return sorted(path for path in found if path.suffix not in CODE)
 
 
 def open_parent(source: str, revision: str | None, trust_remote_code: bool, cache: Path) -> Parent:
@@ -181,12 +184,13 @@ def from_gguf(path: Path, cache: Path) -> Path:
     from transformers import AutoModelForCausalLM
 
     part = folder.with_name(f"{folder.name}.part{os.getpid()}")
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
+    how = {"gguf_file": path.name, "trust_remote_code": False}
+    model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.bfloat16, **how)
     # transformers marks the loaded model as GGUF-quantized and then refuses to save it
     model.config.__dict__.pop("quantization_config", None)
     model.is_quantized, model.hf_quantizer = False, None
     model.save_pretrained(part)
-    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(part)
+    AutoTokenizer.from_pretrained(path.parent, **how).save_pretrained(part)
     for licence in path.parent.glob("LICENSE*"):
         shutil.copy2(licence, part)
     try:

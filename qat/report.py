@@ -24,8 +24,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from qat.manifest import redact
+
 PLAIN_WIDTH = 160  # of tables that go to a file
 LINE_EVERY_SECONDS, FIRST_LINE_SECONDS = 10.0, 3.0
+
+
+def plain(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    for letter in "\\`*_[]<>|":
+        text = text.replace(letter, "\\" + letter)
+    return " ".join(text.splitlines())
 
 
 def is_main() -> bool:
@@ -50,6 +59,7 @@ def log_format() -> str:
 def event(kind: str, said: dict[str, Any], stderr: bool = False) -> None:
     """One line of the JSON log."""
     stream = sys.stderr if stderr else sys.stdout
+    said = {key: redact(value) if isinstance(value, str) else value for key, value in said.items()}
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     print(json.dumps({"event": kind, "time": now, **said}, ensure_ascii=False, default=str), file=stream, flush=True)
 
@@ -61,7 +71,7 @@ def say(text: str, kind: str = "say") -> None:
     if log_format() == "json":
         event(kind, {"text": text})
     else:
-        console().print(text, markup=False, style="bold" if kind == "stage" else None)
+        console().print(redact(text), markup=False, style="bold" if kind == "stage" else None)
 
 
 def heading(text: str) -> None:
@@ -76,7 +86,7 @@ def complain(text: str) -> None:
     if os.environ.get("TARE_LOG") == "json":  # not `log_format`: what is wrong may be that setting
         event("error", {"text": text}, stderr=True)
     else:
-        console(stderr=True).print(text, markup=False)
+        console(stderr=True).print(redact(text), markup=False)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

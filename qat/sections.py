@@ -207,7 +207,8 @@ class Train(Section):
     @field_validator("learn", mode="before")
     @classmethod
     def _read_learn(cls, value: Any) -> Any:
-        value = {key: {} for key in value} if isinstance(value, list) else value
+        is_names = isinstance(value, list) and all(isinstance(key, str) for key in value)
+        value = {key: {} for key in value} if is_names else value
         if not isinstance(value, dict):
             return value
         found, lines = {}, []

@@ -22,7 +22,9 @@ def open_export(directory: Path | str) -> Export:
     """
     folder = Path(directory)
     name, quantization = detect(folder)
-    carried = quantization.get("comp_bias") or ()
+    carried = quantization.get("comp_bias") or []
+    if not isinstance(carried, list) or not all(isinstance(linear, str) for linear in carried):
+        raise ValueError(f"{folder}: comp_bias is {carried!r}; a list of linears is expected")
     export: Export = plugins.find("gate.readers", name).Reader(folder, quantization.get("base", quantization), carried)
     return export
 
@@ -32,6 +34,11 @@ def detect(folder: Path) -> tuple[str, dict[str, Any]]:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json; give the folder of an exported checkpoint")
     inline = read_config_json(folder).get("quantization_config") or {}
+    base = inline.get("base") or {}
+    if not isinstance(base, dict):
+        raise ValueError(
+            f"{folder}: base in quantization_config is {base!r}, where an object is expected; export again"
+        )
     method = str(inline.get("quant_method", ""))
     if (folder / "hf_quant_config.json").is_file() or method.startswith("modelopt"):
         if method and not method.startswith("modelopt"):
@@ -43,7 +50,7 @@ def detect(folder: Path) -> tuple[str, dict[str, Any]]:
     if not inline:
         return "dense", {}
     if method == "tare":  # a stock format, and biases for the plugin tare-vllm
-        method = str((inline.get("base") or {}).get("quant_method"))
+        method = str(base.get("quant_method"))
     if method not in FORMAT_OF:
         raise ValueError(
             f"{folder}: quant_method {method!r} is not one that the gate reads "

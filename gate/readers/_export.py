@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from functools import cached_property
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from gate.readers._headers import Entry, read_header, weight_files
@@ -25,6 +27,12 @@ InputQuant = Literal["token", "int8-token", "group"] | Tensor | None
 BLOCK = 128
 COMP = ".comp_bias"
 FLOATS = ("F16", "BF16", "F32")
+
+
+class Shape(BaseModel):
+    """The types of what a reader looks at in a quantization config, which may come from anywhere."""
+
+    model_config = ConfigDict(strict=True)
 
 
 class Spec(NamedTuple):
@@ -51,28 +59,54 @@ class Export(ABC):
     hidden and come through `codes`, `scale`, `zero` and `input_quant`. Only the tensor asked for is in memory. A bias
     that the architecture does not declare is shown as well: `gate/lint.py` is what refuses it.
 
-    A format gives PARTS (tensors beside X.weight and X.bias that make X a quantized linear) and the methods below.
+    A format gives PARTS (tensors beside X.weight and X.bias that make X a quantized linear), the SHAPE of its config
+    and the methods below.
     comp_bias: linears, relative to a block, whose bias is stored for tare-vllm, as X.comp_bias; shown as X.bias.
     Raises ValueError for a directory that contradicts the format.
     """
 
     PARTS: frozenset[str] = frozenset()
+    SHAPE: type[Shape] = Shape
 
     def __init__(self, folder: Path, quantization: dict[str, Any], comp_bias: Collection[str] = ()) -> None:
         self.folder, self.quantization, self.comp_bias = folder, quantization, frozenset(comp_bias)
         self.format = type(self).__module__.rpartition(".")[2]
-        self.config = read_config(folder)
-        self.config.__dict__.pop("quantization_config", None)
-        self.arch: Arch = arch_of(self.config)
+        self._check_shape(quantization)
         self.stored: dict[str, Entry] = {}
         for file in weight_files(folder):
             self.stored.update(read_header(folder / file))
+        self.config = self._read_config()
+        self.arch: Arch = arch_of(self.config)
         self._files = SafetensorsFolder(folder)
         owners = (name.rpartition(".") for name in self.stored)
         self.linears = sorted({owner for owner, _, part in owners if part in self.PARTS})
         self._quantized = frozenset(self.linears)
         self._hidden = {f"{linear}.{part}" for linear in self.linears for part in self.PARTS}
         self.check()
+
+    def _check_shape(self, quantization: dict[str, Any]) -> None:
+        try:
+            self.SHAPE.model_validate(quantization)
+        except ValidationError as error:
+            said = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ValueError(f"{self.folder}: the quantization config is not one of {self.format}: {said}") from error
+
+    def _read_config(self) -> Any:
+        config = read_config(self.folder)
+        config.__dict__.pop("quantization_config", None)
+        for key in ("num_hidden_layers", "num_local_experts"):  # before anything is made of that size
+            count = getattr(config, key, 1)
+            if type(count) is not int or not 0 <= count <= len(self.stored):
+                raise ValueError(f"{self.folder}: config.json has {key} {count!r}, for {len(self.stored)} tensors")
+        named = getattr(config, "architectures", None) or []
+        if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
+            raise ValueError(f"{self.folder}: config.json has architectures {named!r}; a list of names is expected")
+        dtype = getattr(config, "dtype", None)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"{self.folder}: config.json has dtype {dtype!r}; bfloat16, float16 or float32 is expected"
+            )
+        return config
 
     def check(self) -> None:  # noqa: B027
         """Raise ValueError when the quantization config asks for something this reader does not know."""
@@ -176,8 +210,14 @@ class Export(ABC):
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter that the config's architecture has, a tied head once."""
-        model = skeleton(copy.deepcopy(self.config))  # a copy, because the dtype is written into it
+        """Shape of every parameter that the config's architecture has, a tied head once.
+
+        Raises ValueError when transformers can build no model from the config.
+        """
+        try:
+            model = skeleton(copy.deepcopy(self.config))  # a copy, because the dtype is written into it
+        except Exception as error:  # as in read_config
+            raise ValueError(f"transformers cannot build {self.folder / 'config.json'}: {error!r}") from error
         return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
     @property
@@ -200,6 +240,14 @@ class Export(ABC):
     def bits_per_parameter(self) -> float:
         """Stored bits of the whole model per parameter of the architecture."""
         return 8 * sum(e.num_bytes for e in self.stored.values()) / sum(map(math.prod, self.shapes.values()))
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether a regular expression of a config fits the beginning of a name. Raises ValueError when it is none."""
+    try:
+        return re.match(pattern, name) is not None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"{pattern!r} in the quantization config is no regular expression: {error}") from error
 
 
 def unpack_nibbles(words: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gate.readers._export import Export, Spec, unpack_nibbles
+from gate.readers._export import Export, Shape, Spec, unpack_nibbles
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+class Config(Shape):
+    group_size: int = -1
+    q_group_size: int = -1
+    modules_to_not_convert: list[str] | None = None
 
 
 class Reader(Export):
     """A directory in AutoAWQ's GEMM layout."""
 
     PARTS = frozenset({"qweight", "qzeros", "scales"})
+    SHAPE = Config
 
     def check(self) -> None:
         q = self.quantization

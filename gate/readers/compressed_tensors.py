@@ -12,7 +12,6 @@ fp8 KV cache   A.k_scale and A.v_scale float32 [1] of each attention A
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from torch import Tensor
 
-from gate.readers._export import BLOCK, FLOATS, BrokenRule, Export, InputQuant, Spec
+from gate.readers._export import BLOCK, FLOATS, BrokenRule, Export, InputQuant, Shape, Spec, fits
 
 PER_TOKEN = {("int", 8, "token", True): "int8-token", ("float", 8, "token", True): "token"}
 IN_GROUPS = {("float", 8, "group", True): "group"}
@@ -38,10 +37,30 @@ KNOWN: dict[tuple[Any, ...], tuple[str, dict[tuple[Any, ...], str]]] = {
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
+class Args(Shape):
+    type: str | None = None
+    num_bits: int | None = None
+    strategy: str | None = None
+    group_size: int | None = None
+
+
+class Group(Shape):
+    targets: list[str]
+    weights: Args
+    input_activations: Args | None = None
+
+
+class Config(Shape):
+    config_groups: dict[str, Group] | None = None
+    ignore: list[str] | None = None
+    kv_cache_scheme: dict[str, Any] | None = None
+
+
 class Reader(Export):
     """A directory in the compressed-tensors format."""
 
     PARTS = frozenset({"weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "input_scale"})
+    SHAPE = Config
 
     def check(self) -> None:
         groups = self.quantization.get("config_groups") or {}
@@ -80,13 +99,13 @@ class Reader(Export):
     def _group(self, name: str) -> dict[str, Any]:
         """The config group of a linear: exact name before regular expression before class name."""
         groups: list[dict[str, Any]] = list(self.quantization["config_groups"].values())
-        for fits in (
+        for is_meant in (
             lambda target: target == name,
-            lambda target: target.startswith("re:") and re.match(target[3:], name),
+            lambda target: target.startswith("re:") and fits(target[3:], name),
             lambda target: target == "Linear",
         ):
             for group in groups:
-                if any(fits(target) for target in group["targets"]):
+                if any(is_meant(target) for target in group["targets"]):
                     return group
         raise ValueError(f"{self.folder}: {name} is stored quantized, yet no config group targets it; add it")
 
@@ -96,7 +115,7 @@ class Reader(Export):
 
     def excluded(self, name: str) -> bool:
         ignored = self.quantization.get("ignore") or []
-        return any(re.match(i[3:], name) if i.startswith("re:") else i == name for i in ignored)
+        return any(fits(i[3:], name) if i.startswith("re:") else i == name for i in ignored)
 
     def group_size(self, name: str) -> int | None:
         args = self._weights(name)

@@ -10,22 +10,34 @@ X.g_idx    int32 [K]           group of each input, k // g unless activation ord
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from gate.readers._export import BrokenRule, Export, Spec, unpack_bytes, unpack_nibbles
+from gate.readers._export import BrokenRule, Export, Shape, Spec, fits, unpack_bytes, unpack_nibbles
 
 SYMMETRIC_WORD = {4: 0x77777777, 8: 0x7F7F7F7F}  # zero points of 8 and 128, less the 1 of version 1
 SYMMETRIC_WORD_2 = {4: -2004318072, 8: -2139062144}  # in version 2: 0x88888888 and 0x80808080
+
+
+class Rule(Shape):
+    bits: int = 4
+    group_size: int = -1
+
+
+class Config(Shape):
+    bits: int | None = None
+    group_size: int = -1
+    dynamic: dict[str, Rule] | None = None
+    modules_in_block_to_quantize: list[str | list[str]] | None = None
 
 
 class Reader(Export):
     """A directory in AutoGPTQ's layout, version 1 or 2."""
 
     PARTS = frozenset({"qweight", "qzeros", "scales", "g_idx"})
+    SHAPE = Config
 
     def check(self) -> None:
         q = self.quantization
@@ -46,7 +58,7 @@ class Reader(Export):
         """`bits` or `group_size` of a linear: the first rule that matches it, else that of the whole model."""
         usual: int = self.quantization.get(key, -1)
         for pattern, options in (self.quantization.get("dynamic") or {}).items():
-            if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), name):
+            if not pattern.startswith("-:") and fits(pattern.removeprefix("+:"), name):
                 return int(options.get(key, usual))
         return usual
 
@@ -59,7 +71,7 @@ class Reader(Export):
 
     def excluded(self, name: str) -> bool | None:
         skips = [p.removeprefix("-:") for p in self.quantization.get("dynamic") or {} if p.startswith("-:")]
-        if any(re.match(pattern, name) for pattern in skips):
+        if any(fits(pattern, name) for pattern in skips):
             return True
         listed = self.quantization.get("modules_in_block_to_quantize")
         if not listed:

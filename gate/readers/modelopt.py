@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from gate.readers._export import BLOCK, FLOATS, Export, InputQuant, Spec
+from gate.readers._export import BLOCK, FLOATS, Export, InputQuant, Shape, Spec
 from qat.manifest import read_json
 
 CACHE = {"type": "float", "num_bits": 8}  # what config.json calls FP8
@@ -29,10 +29,17 @@ KNOWN = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", *INT4)
 ONE = Spec(("F32",), ((), (1,)))
 
 
+class Config(Shape):
+    group_size: int | None = None
+    exclude_modules: list[str] | None = None
+    ignore: list[str] | None = None
+
+
 class Reader(Export):
     """A directory in ModelOpt's format. algorithm: its `quant_algo`."""
 
     PARTS = frozenset({"weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale"})
+    SHAPE = Config
 
     def check(self) -> None:
         self.exclude: dict[str, list[str]] = {}
@@ -41,6 +48,7 @@ class Reader(Export):
         if not path.is_file():
             raise ValueError(f"{self.folder} has no hf_quant_config.json, the file TensorRT-LLM reads; write it")
         legacy = read_json(path).get("quantization") or {}
+        self._check_shape(legacy)
         sides = {path.name: legacy} | ({"config.json": self.quantization} if self.quantization else {})
         for file, side in sides.items():
             algorithms[file] = str(side.get("quant_algo")).upper()  # Model-Optimizer itself writes fp8_pb_wo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,8 +10,13 @@ from typing import Any
 
 from gate.stage._verdict import problems
 from gate.stage.table import COLUMNS, cell
+from qat.report import plain
 
 MARKS = {"released": "✅", "refused": "❌", "anomalous": "⚠️", "inconclusive": "❔"}
+
+
+# what XML 1.0 has no way to write
+NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def write(folder: Path, title: str, verdict: Mapping[str, Any]) -> None:
@@ -44,32 +50,26 @@ def junit(title: str, verdict: Mapping[str, Any]) -> str:
     for key in ("tests", "failures", "errors"):
         root.set(key, str(sum(int(suite.get(key, 0)) for suite in root)))
     ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+    text = ElementTree.tostring(root, encoding="unicode", xml_declaration=True)
+    return NOT_XML.sub("\ufffd", text) + "\n"
 
 
 def markdown(title: str, verdict: Mapping[str, Any]) -> str:
     """The table and what stands in the way, short enough for a comment."""
     status = verdict["status"]
-    lines = [f"## {MARKS[status]} {_plain(title)}: {status}", ""]
+    lines = [f"## {MARKS[status]} {plain(title)}: {status}", ""]
     keys = [(key, heading, spec) for key, heading, spec in COLUMNS if key != "note"]
     rows = [{**row, "megabytes": row["size_on_disk"] and row["size_on_disk"] / 1e6} for row in verdict["table"]]
     used = [column for column in keys if any(row[column[0]] not in (None, "") for row in rows)]
     lines.append("| " + " | ".join(heading for _, heading, _ in used) + " |")
     lines.append("|" + "|".join("---" if spec == "" else "---:" for _, _, spec in used) + "|")
-    lines += ["| " + " | ".join(_plain(cell(row[key], spec)) for key, _, spec in used) + " |" for row in rows]
+    lines += ["| " + " | ".join(plain(cell(row[key], spec)) for key, _, spec in used) + " |" for row in rows]
     lines.append("")
     released = [name for name, export in verdict["exports"].items() if export["released"]]
     if released:
         lines.append("Released: " + ", ".join(f"`{name}`" for name in released))
-    lines += [f"- **{kind}** `{name}`: {_plain(text)}" for kind, name, text in problems(verdict)]
+    lines += [f"- **{kind}** `{name}`: {plain(text)}" for kind, name, text in problems(verdict)]
     text = verdict["evaluation"]
     where = f"{text['num_windows']} windows of {text['length']} tokens, {text['dtype']} on {text['device']}"
     lines += ["", f"Measured on {where}; intervals at {verdict['statistics']['confidence']:.0%} confidence."]
     return "\n".join(lines) + "\n"
-
-
-def _plain(text: str) -> str:
-    """Text that Markdown shows as it is."""
-    for letter in "\\`*_[]<>|":
-        text = text.replace(letter, "\\" + letter)
-    return text.replace("\n", " ")

@@ -128,8 +128,9 @@ def find(config: Any) -> Arch:
     """What the data file for the config's `model_type` says. Raises ValueError, listing the known ones."""
     archs = known()
     model_type = getattr(config, "model_type", None)
-    if model_type not in archs:
-        shown = (getattr(config, "architectures", None) or [model_type])[0]
+    if not isinstance(model_type, str) or model_type not in archs:
+        listed = getattr(config, "architectures", None)
+        shown = listed[0] if isinstance(listed, list) and listed else model_type
         raise ValueError(
             f"architecture {shown} (model_type {model_type!r}) is not known; known: {', '.join(sorted(archs))}. "
             f"A new one is one data file, qat/arch/{model_type}.py"

@@ -151,7 +151,7 @@ def test_junit_and_markdown_say_what_the_verdict_says(data: dict[str, Any]) -> N
         assert failure is not None and failure.text == export["checks"][0]["text"]
         assert cases["perplexity.max_relative_increase"].find("failure") is None
     text = (data["folder"] / "summary.md").read_text(encoding="utf-8")
-    assert text.startswith("## ❌ run".replace("run", pipelines._plain(EVIL)) + ": refused\n")
+    assert text.startswith("## ❌ run".replace("run", pipelines.plain(EVIL)) + ": refused\n")
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in rows]
     assert len(rows) == 1 + len(verdict["table"]) and len({len(line) for line in cells}) == 1
