@@ -36,6 +36,9 @@ def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     """Parent -> artifact: integer codes, scales, zero points; block by block, on all ranks."""
     PartialState(cpu=job.device.type == "cpu")  # opens the process group when there are several ranks
     job.check_texts()
+    for _, one in job.recipe.by_variant:
+        for train in one.trainings:
+            training.check_trackers(train.trackers)
     recipe, parent = job.recipe_of(job.steps[index]), job.parent
     methods = {question: getattr(recipe.calibrate, question) for question in calibrate.observe.QUESTIONS}
     if set(recipe.export.formats) - {"dense"}:
