@@ -135,6 +135,7 @@ def test_a_list_of_stages_in_a_recipe() -> None:
     ("train.0.learn.zero=1e-3", "train.0.learn.zero: symmetric int4 has no zero points; set train.0.learn.zero"),
     ("train.2.steps=3", "train.2.steps: train is a list; its items are train.0 to train.1"),
     ("train.steps=3", "train.steps: train is a list; its items are train.0 to train.1"),
+    ("train.0.learn.scale.x=1", "has no keys; give it whole: train.0.learn.scale='{rate: 0.003, x: 1}'"),
     ("train=[]", "train: an empty list trains nothing; give at least one stage, or null"),
     ("train=[3]", "train.0: "),
 ])  # fmt: skip
