@@ -199,7 +199,8 @@ def override(values: dict[str, Any], argument: str) -> None:
             raise RecipeError(f"{path}: {outer} is a list; its items are {outer}.0 to {outer}.{len(where) - 1}")
         if not isinstance(where, dict):
             outer, rest = ".".join(keys[:depth]), ": {".join(keys[depth:])
-            beside = "" if where is None or isinstance(where, list) else f"name: {where}, "
+            word = "rate" if isinstance(where, int | float) else "name"  # what the short form stands for
+            beside = "" if where is None or isinstance(where, list) else f"{word}: {where}, "
             raise RecipeError(
                 f"{path}: {outer} is {'null' if where is None else repr(where)}, which has no keys; give it whole: "
                 f"{outer}='{{{beside}{rest}: {text}{'}' * (len(keys) - depth)}'"

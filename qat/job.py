@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qat import loop, outline, report
 from qat.outline import Step
@@ -111,20 +112,31 @@ class Job:
         return HeldOut(own | dict(self._task_texts(self.recipe)), data.decontaminate)
 
     def _clean(self, part: str, text: Text, length: int, *drawn: int) -> Corpus:
-        """Windows of a text without what is held out. Raises ValueError when much of the evaluation text is in it."""
+        """Windows of a text without what is held out."""
         self._check_length(length)
+        ids, overlap = self._tokens(part)
+        return replace(self._check_tokens(draw(ids, text, length, *drawn)), overlap=overlap)
+
+    @cache  # noqa: B019, one job per run
+    def _tokens(self, part: str) -> tuple[Tensor, dict[str, Any] | None]:
+        """The tokens of a text without what is held out, and what was cut out.
+
+        Raises ValueError when much of the evaluation text is in it.
+        """
+        data = self.recipe.data
+        text: Text = getattr(data, part)
         if self.held_out is None:
-            return self._check_tokens(windows(self.parent.tokenizer, text, length, *drawn))
+            return tokenize(self.parent.tokenizer, text), None
         cutter = Cutter(self.held_out)
         ids = tokenize(self.parent.tokenizer, text, keep=cutter)
         if (share := cutter.share(EVALUATION)) >= SAME_TEXT:
-            assert self.recipe.data.evaluation is not None, "it is what is held out"
+            assert data.evaluation is not None, "it is what is held out"
             raise ValueError(
-                f"{EVALUATION} {self.recipe.data.evaluation.source} holds text of data.{part} ({text.source}): "
-                f"{share:.0%} of its runs of {self.held_out.n} words are in both: a model is judged on text that it "
-                "was not made with; choose another one"
+                f"{EVALUATION} {data.evaluation.source} holds text of data.{part} ({text.source}): {share:.0%} of its "
+                f"runs of {self.held_out.n} words are in both: a model is judged on text that it was not made with; "
+                "choose another one"
             )
-        return replace(self._check_tokens(draw(ids, text, length, *drawn)), overlap=cutter.counts())
+        return ids, cutter.counts()
 
     def _check_length(self, length: int) -> None:
         longest = getattr(self.parent.config, "max_position_embeddings", None)

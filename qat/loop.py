@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qat.backward import Backward, head_loss
 from qat.resume import load_state, save_state
+from qat.sections import Train
 from qat.student import Student, run_blocks
 from qat.teacher import Resident, Teacher
 from qat.tokens import batches
@@ -74,32 +75,24 @@ def train(
     student: Student,
     windows: Tensor,
     folder: Path,
+    how: Train,
     *,
-    loss: Mapping[str, float],
-    steps: int,
-    batch: int,
-    micro_batch: int | None,
-    warmup: int,
-    temperature: float,
-    seed: int,
-    save_every: int,
-    validate_every: int | None = None,
-    patience: int | None = None,
-    enough: float | None = None,
+    micro_batch: int | None = None,
     checkpointed: int = 0,
     graph: bool = False,
-    progress: Callable[[int, float], None] = lambda step, loss: None,
+    progress: Callable[[int, dict[str, float]], None] = lambda step, numbers: None,
 ) -> dict[str, Any]:
     """Train the student in place; returns the history.
 
-    windows: (num_windows, length) token ids. loss: weights of kl, ce, hidden. enough: held-out KL at which training
-    ends, or does not begin. With validate_every the student ends with the best deltas that were validated. History:
-    `loss` per step, `validation_start`, `validation` ([step, KL] pairs), `validation_end`, `ranks`, `ended` (why).
-    Raises FloatingPointError for a non-finite loss and ValueError when the batch does not split over the ranks.
+    windows: (num_windows, length) token ids. micro_batch: of this rank; None takes all of its windows at once.
+    progress: told the step and its `loss`, and `kl` where it was validated. With how.validate_every the student ends
+    with the best deltas that were validated. History: `loss` per step, `validation_start`, `validation` ([step, KL]
+    pairs), `validation_end`, `ranks`, `ended` (why). Raises FloatingPointError for a non-finite loss and ValueError
+    when the batch does not split over the ranks.
     """
-    check_ranks(batch, accelerator)
+    check_ranks(how.batch, accelerator)
     world, rank = accelerator.num_processes, accelerator.process_index
-    rows = batch // world
+    rows = how.batch // world
     training, held = split_validation(windows)
     params = student.delta
     groups = [{"params": [p], "peak": student.learn[kind].rate} for kind, p in params.items()]
@@ -116,31 +109,34 @@ def train(
         history = load_state(folder, params, optimizer, best)
         if history is None:
             history = {"loss": [], "validation": [], "validation_start": start, "ranks": world, "ended": None}
-            if enough is not None and start <= enough:
+            if how.enough is not None and start <= how.enough:
                 return {**history, "validation_end": start, "ended": "nothing to recover"}
         student.refresh()
         tokens = rows * windows.shape[1]
-        backward = Backward(teacher, student, loss, temperature, tokens, checkpointed, graph)
-        while len(history["loss"]) < steps and history["ended"] is None:
+        weights = dict[str, float](how.loss.items())
+        backward = Backward(teacher, student, weights, how.temperature, tokens, checkpointed, graph)
+        while len(history["loss"]) < how.steps and history["ended"] is None:
             step = len(history["loss"])
-            numbers = rows_of(len(training), batch, seed, step, rank, world)
+            chosen = rows_of(len(training), how.batch, how.seed, step, rank, world)
             backward.zero()
-            for part in numbers.split(min(micro_batch or rows, rows)):
+            for part in chosen.split(min(micro_batch or rows, rows)):
                 backward.add(training[part], part)
             student.pull()
             mean = average(accelerator, params, backward.loss)
             if not math.isfinite(mean):
                 raise FloatingPointError(f"the loss is {mean} at step {step}; lower train.learn's rates")
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * learning_rate(step, steps, warmup)
+                group["lr"] = group["peak"] * learning_rate(step, how.steps, how.warmup)
             optimizer.step()
             student.refresh()
             history["loss"].append(mean)
-            progress(step + 1, mean)
-            if validate_every and ((step + 1) % validate_every == 0 or step + 1 == steps):
-                history["validation"].append([step + 1, validate()])
-                _judge(history, params, best, patience, enough)
-            saves = (step + 1) % save_every == 0 and step + 1 < steps
+            numbers = {"loss": mean}
+            if how.validate_every and ((step + 1) % how.validate_every == 0 or step + 1 == how.steps):
+                numbers["kl"] = validate()
+                history["validation"].append([step + 1, numbers["kl"]])
+                _judge(history, params, best, how.patience, how.enough)
+            progress(step + 1, numbers)
+            saves = (step + 1) % how.save_every == 0 and step + 1 < how.steps
             if accelerator.is_main_process and saves:
                 save_state(folder, params, optimizer, history, best)
         if best:

@@ -9,12 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def _log_probabilities(logits: Tensor, temperature: float) -> Tensor:
+    """Of logits (..., vocabulary) divided by the temperature; float32."""
+    return F.log_softmax(logits / temperature if temperature != 1 else logits, -1, dtype=torch.float32)
+
+
 class _Divergence(torch.autograd.Function):
     """T^2 times the sum of p (log p - log q), q = softmax(s / T). Keeps the gradient, T (q - p), not both inputs."""
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, p_log: Tensor, temperature: float) -> Tensor:
-        q_log = F.log_softmax(student / temperature if temperature != 1 else student, -1, dtype=torch.float32)
+        q_log = _log_probabilities(student, temperature)
         p = p_log.exp()
         loss = (p * (p_log - q_log)).sum()
         ctx.save_for_backward(q_log.exp_().sub_(p).mul_(temperature))
@@ -32,13 +37,13 @@ def kl(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
     teacher, student: logits (..., vocabulary). With a temperature T both are divided by it and the result is multiplied
     by T^2, so that gradients keep their size (Hinton, Vinyals and Dean 2015, section 2.1).
     """
-    p_log = F.log_softmax(teacher / temperature if temperature != 1 else teacher, -1, dtype=torch.float32)
+    p_log = _log_probabilities(teacher, temperature)
     return _Divergence.apply(student, p_log, temperature)
 
 
 def top_log(teacher: Tensor, top: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """The `top` most likely tokens of logits (tokens, vocabulary): int32 indices and float16 log-probabilities."""
-    p_log = F.log_softmax(teacher / temperature if temperature != 1 else teacher, -1, dtype=torch.float32)
+    p_log = _log_probabilities(teacher, temperature)
     values, indices = p_log.topk(top, -1)
     return indices.int(), values.half()
 
@@ -49,7 +54,7 @@ def top_kl(indices: Tensor, p_log: Tensor, student: Tensor, temperature: float =
     indices: (tokens, k); p_log: their log-probabilities; student: logits (tokens, vocabulary). Merging events never
     raises a KL, so this is a lower bound of `kl`, short of it by how the two tails differ in shape.
     """
-    q_log = F.log_softmax(student / temperature if temperature != 1 else student, -1, dtype=torch.float32)
+    q_log = _log_probabilities(student, temperature)
     q_log, p_log = q_log.gather(-1, indices.long()), p_log.float()
     tiny = torch.finfo(torch.float32).tiny
     p, q_rest = p_log.exp(), (1 - q_log.exp().sum(-1)).clamp_min(1e-9)

@@ -36,6 +36,21 @@ class OnGrid(torch.autograd.Function):
         return grad
 
 
+class AtLeast(torch.autograd.Function):
+    """x, or `low` where that is more; the gradient passes, except where it leads further down: `clamp_min` would give
+    a value that has once gone below no gradient to come back by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: float) -> Tensor:
+        ctx.save_for_backward(x < low)
+        return x.clamp_min(low)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (below,) = ctx.saved_tensors  # descent moves against the gradient
+        return grad.masked_fill(below & (grad > 0), 0), None
+
+
 class ToInteger(torch.autograd.Function):
     """Nearest integer within low..high (tensors or numbers); the gradient passes, except where it leads further out."""
 
@@ -123,7 +138,7 @@ class Part:
         if self.name == "codes":
             return ToInteger.apply(x, (self.start - 1).clamp_min(low), (self.start + 1).clamp_max(high))
         if self.name == "scale":
-            return OnGrid.apply(x.clamp_min(MIN_SCALE))
+            return OnGrid.apply(AtLeast.apply(x, MIN_SCALE))
         return OnGrid.apply(x)
 
     def value_grad(self) -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import PartialState
 
@@ -36,6 +36,9 @@ def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     """Parent -> artifact: integer codes, scales, zero points; block by block, on all ranks."""
     PartialState(cpu=job.device.type == "cpu")  # opens the process group when there are several ranks
     job.check_texts()
+    for _, one in job.recipe.by_variant:
+        for train in one.trainings:
+            training.check_trackers(train.trackers)
     recipe, parent = job.recipe_of(job.steps[index]), job.parent
     methods = {question: getattr(recipe.calibrate, question) for question in calibrate.observe.QUESTIONS}
     if set(recipe.export.formats) - {"dense"}:
@@ -87,9 +90,7 @@ def gate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     states, exports = states_of(job), exports_of(job)
     checks, cache = job.recipe.gate or {}, job.run.folder.parent / ".measured"  # one for all runs
     cache.mkdir(exist_ok=True)
-    faults = {e.name: gate.stage.inspect(e, cache) if "lint" in checks else [] for e in exports}
-    sound = [gate.stage.plain_state(e.name, e.directory, e.key, baseline=e.baseline, seconds=e.seconds)
-             for e in exports if not faults[e.name]]  # fmt: skip
+    faults, sound = gate.stage.inspect_all(exports, checks, cache)
     own = gate.stage.plain_state("parent", parent.folder)
     total = (1 + len(states) + len(sound)) * len(job.evaluation.windows)
     with report.Steps("gate", total=total, unit="window") as steps:
@@ -119,7 +120,8 @@ def gate_(job: Job, index: int, out: Path) -> dict[str, Any]:
 
 def check_bytes(job: Job) -> None:
     """Raise ValueError when a file of an export is not, byte for byte, what the export stage wrote."""
-    for stage in (job.made[index] for index, step in enumerate(job.steps) if step.format is not None):
+    for one in exporting(job):
+        stage = job.made[one.place]
         if name := manifest.altered(stage.path, stage.manifest):
             raise ValueError(
                 f"{stage.path / name} was changed after it was exported; nothing is released from it. Export again "
@@ -166,25 +168,39 @@ def states_of(job: Job) -> list[gate.stage.State]:
 def exports_of(job: Job) -> list[gate.stage.Exported]:
     """Every exported directory, with what it came from."""
     exports = []
-    for index, step in enumerate(job.steps):
-        if step.format is None:
-            continue
-        stage, recipe = job.made[index], job.recipe_of(step)
-        loaders = export.stage.loaders(recipe.export.engines, step.format, recipe.scheme)
-        baseline = label(step.variant, "rtn") if recipe.scheme.weights.is_int else None
+    for one in exporting(job):
+        stage, recipe = job.made[one.place], one.recipe
         exports.append(
             gate.stage.Exported(
-                label(step.variant, step.format),
-                stage.path / step.format,
-                loaders,
+                one.name,
+                stage.path / one.format,
+                export.stage.loaders(recipe.export.engines, one.format, recipe.scheme),
                 stage.key,
-                Artifact(job.source(index).path),
-                baseline,
+                Artifact(job.source(one.place).path),
+                label(one.variant, "rtn") if recipe.scheme.weights.is_int else None,
                 stage.manifest["seconds"],
                 recipe.gate,
             )
         )
     return exports
+
+
+class Exporting(NamedTuple):
+    """A step that exports. place: in the steps of a job. name: what its export is called."""
+
+    place: int
+    name: str
+    format: str
+    variant: str | None
+    recipe: Recipe
+
+
+def exporting(job: Job) -> Iterator[Exporting]:
+    """The steps of a job that export, with the recipe of their variant."""
+    for index, step in enumerate(job.steps):
+        if step.format is not None:
+            name = label(step.variant, step.format)
+            yield Exporting(index, name, step.format, step.variant, job.recipe_of(step))
 
 
 def judge(job: Job) -> dict[str, Any] | None:
@@ -213,17 +229,14 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
 
     def work(out: Path) -> dict[str, Any]:
         check_bytes(job)  # what is released is what was measured
-        for index, step in enumerate(job.steps):
-            if step.format is None:
-                continue
-            recipe, name = job.recipe_of(step), label(step.variant, step.format)
+        for place, name, form, variant, recipe in exporting(job):
             if name not in let_out:
                 continue
-            shown = ("parent", label(step.variant, "rtn"), name)
+            shown = ("parent", label(variant, "rtn"), name)
             rows = [row for row in verdict["table"] if row["state"] in shown]
             facts = card | {
                 "scheme": str(recipe.scheme),
-                "format": step.format,
+                "format": form,
                 "calibrate": recipe.model_dump()["calibrate"],
                 "trainings": [train.model_dump() for train in recipe.trainings],
                 "evaluation": verdict["evaluation"] | {"source": Path(job.evaluation.source).name},
@@ -232,9 +245,9 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
                 "tasks": tasks_of(verdict, name),
                 "data": job.root,
             }
-            loaders = export.stage.loaders(recipe.export.engines, step.format, recipe.scheme)
+            loaders = export.stage.loaders(recipe.export.engines, form, recipe.scheme)
             title = f"{Path(job.parent.name).name}-{name.replace('/', '-')}"
-            export.release.release(job.made[index].path / step.format, out / name, title, loaders, facts)
+            export.release.release(job.made[place].path / form, out / name, title, loaders, facts)
         return {"exports": let_out}
 
     thresholds = {variant or "": one.model_dump()["gate"] for variant, one in job.recipe.by_variant}
@@ -270,15 +283,12 @@ def parent_card(job: Job) -> dict[str, Any]:
 def finish(job: Job, verdict: dict[str, Any] | None, released: Stage | None) -> int:
     """Say what came of the run; returns the exit code."""
     exports = {}
-    for index, step in enumerate(job.steps):
-        if step.format is None:
-            continue
-        recipe, name = job.recipe_of(step), label(step.variant, step.format)
+    for place, name, form, _, recipe in exporting(job):
         is_released = released is not None and name in released.metrics["exports"]
-        path = released.path / name if released and is_released else job.made[index].path / step.format
+        path = released.path / name if released and is_released else job.made[place].path / form
         exports[name] = {
             "path": path,
-            "format": step.format,
+            "format": form,
             "scheme": str(recipe.scheme),
             "engines": recipe.export.engines,
             "released": is_released,

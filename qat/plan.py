@@ -79,7 +79,7 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
     text = recipe.data.evaluation
     if step.name == "gate" and text:
         path = Path(text.source)
-        available = path.stat().st_size // BYTES_PER_TOKEN if path.is_file() else 0
+        available = int(min(path.stat().st_size, 1e6 * text.max_mb)) // BYTES_PER_TOKEN if path.is_file() else 0
         tokens = text.sequences * text.length if text.sequences else available
         memory = a * (model.largest_block + rest) + WAVE_GB * GB + 8 * text.length * model.vocabulary
         kept = tokens * model.hidden * a

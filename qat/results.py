@@ -45,12 +45,21 @@ def data(job: Job, verdict: dict[str, Any] | None, status: str) -> dict[str, Any
         if counts := stage.metrics.get("overlap"):
             part = TEXT_OF[step.kind]
             said["facts"].append([f"{part} text", overlap.sentence(counts)])
+        if step.kind == "train":
+            said["facts"].append([step.label, trained(stage.metrics)])
         if step.kind == "train" and stage.metrics.get("loss"):
             said["training"][variant if step.name == "train" else step.label] = stage.metrics["loss"]
     lines = job.run.summary()["stages"]
     said["stages"] = [{key: line[key] for key in KEPT} for line in lines]
     said["recipe"] = yaml.safe_dump(job.recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     return said
+
+
+def trained(metrics: dict[str, Any]) -> str:
+    """How a stage of training went, and why it ended where it did not take all its steps."""
+    steps, start, end = len(metrics["loss"]), metrics["kl_start"], metrics["kl_end"]
+    said = f"{steps} steps; KL on held-out windows of the training text from {start:.5f} to {end:.5f}"
+    return said + (f"; ended early: {metrics['ended']}" if metrics["ended"] else "")
 
 
 def facts(

@@ -155,6 +155,7 @@ class Calibrate(Section):
     )
 
 
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "clearml", "aim", "dvclive", "swanlab"]
 LOSSES = ("kl", "ce", "hidden")
 
 
@@ -203,6 +204,9 @@ class Train(Section):
     )
     save_every: int = Field(50, gt=0, description="steps between checkpoints")
     seed: int = Field(0, ge=0, description="order of the sequences")
+    trackers: Annotated[list[Tracker], OneOrMore] = Field(
+        [], description="where loss and KL are sent while training; files go to trackers/ in the run's folder"
+    )
 
     @field_validator("learn", mode="before")
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import ProjectConfiguration
 from torch.distributed.device_mesh import init_device_mesh
 
 from qat import loop, report
@@ -21,9 +23,12 @@ from qat.parent import Parent
 from qat.resume import TEACHER, clear_state
 from qat.sections import Train
 from qat.shard import Shard
+from qat.stages import PARTIAL
 from qat.student import Student
 from qat.teacher import HiddenCache, Resident, Teacher, TopCache
 from qat.tokens import Corpus
+
+TRACKERS = "trackers"  # folder of a run with what trackers write, outside of its stages
 
 
 def run(
@@ -41,7 +46,11 @@ def run(
     slots: linears of a block whose bias the engines load. Raises ValueError when training made the student worse on
     windows that it did not train on.
     """
-    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no")
+    run_folder, cpu = out.parent, device.type == "cpu"
+    check_trackers(train.trackers)
+    config = ProjectConfiguration(logging_dir=str(run_folder / TRACKERS / out.name.removesuffix(PARTIAL)))
+    accelerator = Accelerator(cpu=cpu, mixed_precision="no", log_with=train.trackers or None, project_config=config)
+    accelerator.init_trackers(run_folder.name, _plain(train))
     loop.check_ranks(train.batch, accelerator)
     learn: dict[str, Any] = {kind: options for kind, options in train.learn.items() if kind != "bias" or slots}
     if not learn:
@@ -70,9 +79,10 @@ def run(
     ends: list[float] = []
     with report.Steps("train", total=train.steps) as steps:
 
-        def progress(done: int, loss: float) -> None:
+        def progress(done: int, numbers: dict[str, float]) -> None:
             ends.append(time.perf_counter())
-            steps.advance(f"loss {loss:.4f}", by=done - steps.done)
+            steps.advance(f"loss {numbers['loss']:.4f}", by=done - steps.done)
+            accelerator.log(numbers, done)
 
         history = loop.train(
             accelerator,
@@ -80,21 +90,14 @@ def run(
             student,
             corpus.windows,
             out,
-            loss=dict(train.loss.items()),
-            steps=train.steps,
-            batch=train.batch,
+            train,
             micro_batch=micro,
-            warmup=train.warmup,
-            temperature=train.temperature,
-            seed=train.seed,
-            save_every=train.save_every,
-            validate_every=train.validate_every,
-            patience=train.patience,
-            enough=train.enough,
             checkpointed=checkpointed,
             graph=graph,
             progress=progress,
         )
+    for tracker in accelerator.trackers:  # `end_training` would close the process group as well
+        tracker.finish()
     start, end = history["validation_start"], history["validation_end"]
     if not end <= start:  # NaN is worse too
         rates = {kind: options.rate for kind, options in learn.items()}
@@ -128,6 +131,24 @@ def run(
         "loss": history["loss"],
     }
     return metrics | ({"teacher_tail": teacher.tail} if isinstance(teacher, TopCache) else {})
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ValueError for a tracker whose package is not installed: Accelerate leaves it out without a word."""
+    there = {str(name) for name in get_available_trackers()}
+    for name in names:
+        if name not in there:
+            raise ValueError(f"train.trackers {name} is not installed: pip install {name}, or leave it out")
+
+
+def _plain(train: Train) -> dict[str, Any]:
+    """The settings of a stage as trackers take them: one level, numbers and words."""
+    found = dict[str, Any]()
+    for key, value in train.model_dump().items():
+        for inner, one in value.items() if isinstance(value, dict) else [("", value)]:
+            name = f"{key}.{inner}" if inner else key
+            found[name] = one if isinstance(one, bool | int | float | str) else str(one)
+    return found
 
 
 def teacher_of(

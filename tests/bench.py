@@ -22,7 +22,7 @@ from qat.teacher import Resident
 from tests.artifacts import ALL, make
 
 LENGTH, RATES = 16, {"bias": 3e-3, "scale": 3e-3}
-DEFAULTS: dict[str, Any] = {"loss": {"kl": 1.0}, "steps": 6, "batch": 4, "micro_batch": None, "warmup": 2,
+DEFAULTS: dict[str, Any] = {"loss": {"kl": 1.0}, "steps": 6, "batch": 4, "warmup": 2,
                             "temperature": 1.0, "seed": 5, "save_every": 1}  # fmt: skip
 
 
@@ -50,7 +50,12 @@ class Bench:
 
     def train(self, folder: Path, accelerator: Any = None, **changes: Any) -> tuple[Student, dict[str, Any]]:
         folder.mkdir(exist_ok=True)
-        teacher, student = self.pair(changes.pop("rates", RATES))
+        rates, micro_batch = changes.pop("rates", RATES), changes.pop("micro_batch", None)
+        more = {"progress": changes.pop("progress")} if "progress" in changes else {}
+        teacher, student = self.pair(rates)
+        how = Train(learn=rates, length=LENGTH, **DEFAULTS | changes)
         accelerator = accelerator or Accelerator(cpu=True, mixed_precision="no")
-        history = loop.train(accelerator, Resident(teacher), student, self.windows, folder, **DEFAULTS | changes)
+        history = loop.train(
+            accelerator, Resident(teacher), student, self.windows, folder, how, micro_batch=micro_batch, **more
+        )
         return student, history

@@ -139,8 +139,8 @@ def same(a: tuple[Student, dict[str, Any]], b: tuple[Student, dict[str, Any]]) -
     return a[1] == b[1] and all(torch.equal(p, b[0].delta[kind]) for kind, p in a[0].delta.items())
 
 
-def killed_after(steps: int) -> Callable[[int, float], None]:
-    def progress(done: int, loss: float) -> None:
+def killed_after(steps: int) -> Callable[[int, Any], None]:
+    def progress(done: int, numbers: Any) -> None:
         if done > steps:
             raise Killed
 

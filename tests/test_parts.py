@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from qat import plugins
 from qat.parts import Part
+from qat.quant import MIN_SCALE
 
 GAIN, SCALE = (plugins.find("qat.learn", kind) for kind in ("gain", "scale"))
 SHAPES = st.dictionaries(
@@ -52,3 +53,14 @@ def test_row_sums_are_spread_to_the_same_gradient_of_a_factor(shapes: dict[str, 
         rows.copy_((slope * scale).sum(1))
     value.backward(part.value_grad())
     assert torch.allclose(delta.grad, expected, rtol=2**-7, atol=1e-2 * float(by_value.abs().max()))
+
+
+def test_a_scale_below_its_floor_can_come_back() -> None:
+    """The floor is what is stored; a factor that has gone below still hears what would raise it, and nothing else."""
+    scales = torch.tensor([[MIN_SCALE, 0.5, MIN_SCALE, MIN_SCALE]])
+    part = Part("scale", {"a": scales}, {"scale": SCALE})
+    delta = torch.tensor([-0.5, -0.5, -0.5, 0.5], requires_grad=True)
+    value = part.value({"scale": delta})
+    assert value.tolist() == [MIN_SCALE, 0.25, MIN_SCALE, 1.5 * MIN_SCALE]
+    (grad,) = torch.autograd.grad(value, delta, torch.tensor([-1.0, -1.0, 1.0, 1.0]))
+    assert grad.tolist() == [-MIN_SCALE, -0.5, 0.0, MIN_SCALE]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from qat import plan, training
+from qat import plan, results, training
 from qat.artifact import Artifact
 from qat.plugins import ROOT
 from qat.recipe import Recipe, RecipeError, load
@@ -66,6 +66,9 @@ def test_a_stage_with_nothing_to_recover_hands_on_what_it_got(bench: Bench, tmp_
     train(bench, bench.start, tmp_path / "one", RATES)
     metrics = train(bench, tmp_path / "one", tmp_path / "two", {"bias": {"start": "mean"}, "scale": {}}, enough=1e3)
     assert metrics["ended"] == "nothing to recover"
+    kl = f"{metrics['kl_start']:.5f}"
+    said = f"0 steps; KL on held-out windows of the training text from {kl} to {kl}; ended early: nothing to recover"
+    assert results.trained(metrics) == said
     before, after = Artifact(tmp_path / "one"), Artifact(tmp_path / "two")
     assert same(parts(before, ""), parts(after, ""))
 
@@ -92,6 +95,9 @@ def test_every_stage_is_cached_and_measured(tmp_path: Path) -> None:
     assert rows["train-2"]["kl"] == pytest.approx(rows["compressed_tensors"]["kl"], rel=1e-6)
     report = json.loads((run / "report.json").read_text())
     assert {name: len(losses) for name, losses in report["training"].items()} == {"train-1": 3, "train-2": 2}
+    facts = dict(report["facts"])
+    assert facts["train-1"].startswith("3 steps; KL on held-out windows of the training text from ")
+    assert facts["train-1"].endswith(facts["train-2"].split("from ")[1].split(" to ")[0])  # where the next one starts
     card = next(run.glob("release-*/compressed_tensors/README.md")).read_text()
     assert (
         "; scale trained for 3 steps of 2 x 32 tokens by the KL to the parent's logits; then bias trained for 2" in card
@@ -129,6 +135,7 @@ def test_a_list_of_stages_in_a_recipe() -> None:
     ("train.0.learn.zero=1e-3", "train.0.learn.zero: symmetric int4 has no zero points; set train.0.learn.zero"),
     ("train.2.steps=3", "train.2.steps: train is a list; its items are train.0 to train.1"),
     ("train.steps=3", "train.steps: train is a list; its items are train.0 to train.1"),
+    ("train.0.learn.scale.x=1", "has no keys; give it whole: train.0.learn.scale='{rate: 0.003, x: 1}'"),
     ("train=[]", "train: an empty list trains nothing; give at least one stage, or null"),
     ("train=[3]", "train.0: "),
 ])  # fmt: skip

@@ -56,8 +56,9 @@ def progress(step, loss):
         os._exit(0)
 
 
-history = loop.train(accelerator, teacher, student, windows, out, loss={"kl": 1.0}, steps=4, batch=4, micro_batch=1,
-                     warmup=1, temperature=1.0, seed=5, save_every=2, checkpointed=checkpointed, progress=progress)
+how = Train(steps=4, batch=4, warmup=1, seed=5, save_every=2)
+history = loop.train(accelerator, teacher, student, windows, out, how, micro_batch=1,
+                     checkpointed=checkpointed, progress=progress)
 if accelerator.is_main_process:
     deltas = {kind: p.tolist() for kind, p in student.delta.items()}
     print("SAID", json.dumps({"held": held, "history": history, "deltas": deltas}))

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import tracking
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import LoggerType
 from pydantic import ValidationError
 
 from qat import loop, resume, training
@@ -116,3 +119,56 @@ def test_keys_without_effect_and_out_of_range(keys: dict[str, Any], path: str) -
     with pytest.raises(ValidationError) as caught:
         Train(**keys)
     assert path in {".".join(str(p) for p in e["loc"] if p != "[key]") for e in caught.value.errors()}
+
+
+class Notebook(GeneralTracker):
+    """A tracker that keeps what it is told; every one made is in `made`."""
+
+    name, requires_logging_directory, made = "trackio", True, list[Any]()
+
+    def __init__(self, run_name: str, logging_dir: str) -> None:
+        super().__init__()
+        self.run_name, self.logging_dir = run_name, Path(logging_dir)
+        self.settings, self.lines, self.finished = dict[str, Any](), list[Any](), False
+        self.made.append(self)
+
+    @property
+    def tracker(self) -> Any:
+        return self
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.settings = values
+
+    def log(self, values: dict[str, Any], step: int | None = None, **more: Any) -> None:
+        self.lines.append((step, values))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_trackers_are_told_loss_and_kl(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", Notebook)
+    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.TRACKIO])
+    monkeypatch.setattr(Notebook, "made", [])
+    out = tmp_path / "run" / "train-0123.partial"
+    out.parent.mkdir()
+    metrics = run_stage(bench, out, RATES, trackers="trackio", validate_every=2)
+    (book,) = Notebook.made
+    assert book.finished and book.run_name == "run" and book.logging_dir == out.parent / "trackers" / "train-0123"
+    assert [values["loss"] for _, values in book.lines] == metrics["loss"]
+    assert [[step, values["kl"]] for step, values in book.lines if "kl" in values] == metrics["validation"]
+    assert [step for step, _ in book.lines] == [1, 2, 3, 4] and [s for s, _ in metrics["validation"]] == [2, 4]
+    assert book.settings["learn.bias"] and all(isinstance(v, bool | int | float | str) for v in book.settings.values())
+    plain = run_stage(bench, tmp_path / "plain", RATES, validate_every=2)
+    assert plain["loss"] == metrics["loss"] and len(Notebook.made) == 1
+    assert not (tmp_path / "trackers").exists()  # nothing by default
+
+
+def test_a_tracker_that_is_not_installed_is_an_error(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "_available_trackers", [])
+    with pytest.raises(ValueError, match=r"train\.trackers wandb is not installed: pip install wandb, or leave it out"):
+        run_stage(bench, tmp_path / "out", RATES, trackers=["wandb"])
+    with pytest.raises(ValidationError, match="trackers"):
+        Train(trackers=["wanbd"])

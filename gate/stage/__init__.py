@@ -53,6 +53,7 @@ __all__ = [
     "dynamic_inputs",
     "dynamic_quant",
     "inspect",
+    "inspect_all",
     "measure_all",
     "measure_latency",
     "measure_tasks",
@@ -149,14 +150,18 @@ def run(
     gate: options by the name of a file of gate/. cache: folder of remembered results. An export with faults is not
     measured.
     """
-    faults = {e.name: inspect(e, cache) if "lint" in gate else [] for e in exports}
-    states = [
-        plain_state(e.name, e.directory, e.key, baseline=e.baseline, seconds=e.seconds)
-        for e in exports
-        if not faults[e.name]
-    ]
-    measured = measure_all(parent, [*stages, *states], windows, cache, device, dtype, progress)
+    faults, sound = inspect_all(exports, gate, cache)
+    measured = measure_all(parent, [*stages, *sound], windows, cache, device, dtype, progress)
     return verdict(path, measured, exports, faults, gate)
+
+
+def inspect_all(
+    exports: Sequence[Exported], gate: Mapping[str, Section], cache: Path
+) -> tuple[dict[str, list[dict[str, Any]]], list[State]]:
+    """The faults of each export by name (none are looked for without `lint`), and those to measure: without faults."""
+    faults = {e.name: inspect(e, cache) if "lint" in gate else [] for e in exports}
+    sound = [e for e in exports if not faults[e.name]]
+    return faults, [plain_state(e.name, e.directory, e.key, baseline=e.baseline, seconds=e.seconds) for e in sound]
 
 
 def inspect(export: Exported, cache: Path) -> list[dict[str, Any]]:

@@ -188,3 +188,16 @@ def test_lm_eval_scores_the_same_file_alike(micro: Path, tmp_path: Path, monkeyp
     ours = _examples.score(Model(config, SafetensorsFolder(micro)), _examples.read(path, tokenizer, None, 256))
     resident = Model(config, SafetensorsFolder(micro), resident=True)
     assert _lm_eval.score(resident, tokenizer, ["words"], None) == {"words": {"metric": "acc_norm", "scores": ours}}
+
+
+def test_questions_of_lm_eval_are_read_to_be_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks_of = pytest.importorskip("lm_eval.tasks")
+    path = write(tmp_path / "words.jsonl", choices(3))
+    (tmp_path / "words.yaml").write_text(LM_EVAL_TASK.format(path=path))
+    manager, get = tasks_of.TaskManager(include_path=str(tmp_path), include_defaults=False), tasks_of.get_task_dict
+    monkeypatch.setattr(tasks_of, "get_task_dict", lambda names: get(names, manager))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    found = stage.task_texts({}, ["words"])["gate.tasks.lm_eval"]
+    assert list(found) == [" ".join([row["context"], *row["choices"]]) for row in choices(3)]
+    with pytest.raises(ValueError, match="lm-eval has no task"):
+        list(stage.task_texts({}, ["nowhere"])["gate.tasks.lm_eval"])
