@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class Job:
         self.made: dict[int, Stage] = {}
         # made once for this job, and gone with it
         self.training, self.check_texts = functools.cache(self._training), functools.cache(self._check_texts)
+        self._tokens = functools.cache(self._read)
         self.device = device(self.recipe.compute)
         self.dtype = dtype(self.recipe.compute, self.device)
         report.say(f"{self.parent.name}: {self.parent.arch.class_name}, computing on {self.device} in {self.dtype}")
@@ -117,8 +118,7 @@ class Job:
         ids, overlap = self._tokens(part)
         return replace(self._check_tokens(draw(ids, text, length, *drawn)), overlap=overlap)
 
-    @cache  # noqa: B019, one job per run
-    def _tokens(self, part: str) -> tuple[Tensor, dict[str, Any] | None]:
+    def _read(self, part: str) -> tuple[Tensor, dict[str, Any] | None]:
         """The tokens of a text without what is held out, and what was cut out.
 
         Raises ValueError when much of the evaluation text is in it.
