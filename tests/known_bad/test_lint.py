@@ -134,7 +134,7 @@ CASES = [
         "an index that points outside an export",
         "awq",
         written(INDEX, json.dumps({"weight_map": {EMBED: f"../{WEIGHTS}"}})),
-        (f"{EMBED}: listed in ../{WEIGHTS}, but is in {WEIGHTS}", "hold the same tensors", "write the index again"),
+        (f"{INDEX} points to '../{WEIGHTS}', outside its folder", "shards must lie beside", "write the index again"),
     ),
 ]
 

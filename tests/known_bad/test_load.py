@@ -408,7 +408,7 @@ def test_weights_that_vanish_during_the_run(
 ) -> None:
     put(UP, 0.5)(place)
     before = place.model / WEIGHTS
-    monkeypatch.setattr(Job, "check_texts", lambda job: before.unlink(missing_ok=True))  # after it was opened
+    monkeypatch.setattr(Job, "_check_texts", lambda job: before.unlink(missing_ok=True))  # after it was opened
     kept = {name: content for name, content in place.files(place.run).items()}
     assert place.start() == 1
     error = capsys.readouterr().err
