@@ -83,5 +83,10 @@ $(ENVS)/modelopt/.ready: $(ENVS)/modelopt/python requirements/modelopt.txt
 	$(ENVS)/modelopt/bin/python $(ISOLATED) -r requirements/modelopt.txt
 	@touch $@
 
+$(ENVS)/audit/.ready: requirements/audit.txt
+	$(PYTHON) -m venv $(ENVS)/audit
+	$(ENVS)/audit/bin/python $(ISOLATED) --quiet -r requirements/audit.txt
+	@touch $@
+
 clean:
 	rm -rf .venv .env runs *.egg-info plugin/build plugin/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -177,7 +177,7 @@ def kept_bytes(student: Student, batch: int, length: int) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in held:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output that is kept as it is would hold its own graph, and the student, for ever
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = student.run_block(0, hidden)

@@ -54,6 +54,12 @@ def main(argv: list[str]) -> int:
         return 1
 
 
+def _with(arguments: list[str], *ours: str) -> list[str]:
+    """A command line on which `ours` take the place of what it says of the same keys."""
+    keys = tuple(word.partition("=")[0] + "." for word in ours)
+    return [*(word for word in arguments if not f"{word.partition('=')[0]}.".startswith(keys)), *ours]
+
+
 def run(argv: list[str]) -> int:
     """As `main`. Raises RecipeError for what is wrong before any work, ValueError as a run does."""
     own, rest = _split(argv)
@@ -62,10 +68,10 @@ def run(argv: list[str]) -> int:
     candidates = _candidates(base, own.get("candidates"))
     formats = {label: fmt.model_dump() for label, fmt in candidates.items() if fmt is not None}
     if len(formats) > 1:  # a mix that one of the export formats cannot hold is refused here
-        load([*rest, f"scheme.overrides={json.dumps({f'*{label}': fmt for label, fmt in formats.items()})}"])
+        load(_with(rest, f"scheme.overrides={json.dumps({f'*{label}': fmt for label, fmt in formats.items()})}"))
     variants = {label: {"scheme": {"weights": fmt}} for label, fmt in formats.items()}
     only = ["until=calibrate", "train=null", "gate=null", f"variants={json.dumps(variants)}"]
-    with Run(load([*rest, f"name={base.name}-sensitivity", *only])) as folder:
+    with Run(load(_with(rest, f"name={base.name}-sensitivity", *only))) as folder:
         job = Job(folder, pipeline.task_texts)
         model = Model(job.parent.config, job.parent.tensors, job.device, job.dtype)
         groups = groups_of(model, base, candidates)
