@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -67,6 +68,7 @@ def once(arguments: list[str], method: str, seed: int) -> list[dict[str, Any]]:
         "learn": recipe.model_dump()["train"]["learn"] if recipe.train else None,
         "seed": seed if trained else None,
         **numbers(rows[recipe.export.formats[0]]),
+        "tasks": tasks(verdict["states"][recipe.export.formats[0]]),
         "source": "export",
         "seconds": round(sum(stage["seconds"] for stage in made), 1),
         "seconds_by_stage": {stage["name"]: stage["seconds"] for stage in made},
@@ -77,7 +79,14 @@ def once(arguments: list[str], method: str, seed: int) -> list[dict[str, Any]]:
         export["validation_kl"] = stages["train"]["metrics"]["kl_end"]
     print(f"{method} seed {seed}: {json.dumps(export)} wall {time.perf_counter() - start:.1f} s", flush=True)
     return [
-        {**shared, "method": "bf16", "seed": None, **numbers(rows["parent"]), "source": "parent"},
+        {
+            **shared,
+            "method": "bf16",
+            "seed": None,
+            **numbers(rows["parent"]),
+            "tasks": tasks(verdict["states"]["parent"]),
+            "source": "parent",
+        },
         {**shared, "method": "rtn", "seed": None, **numbers(rows["rtn"]), "source": "parent, rounded when read"},
         {**shared, **export},
     ]
@@ -90,6 +99,15 @@ def numbers(row: dict[str, Any]) -> dict[str, Any]:
         "top1": row["top1"],
         "ppl_recovered": row["perplexity_recovered"],
         "kl_recovered": row["kl_recovered"],
+    }
+
+
+def tasks(state: dict[str, Any]) -> dict[str, list[float]]:
+    """Score and standard error of each task of `gate.tasks`, where the recipe has any."""
+    found = state.get("tasks", {})
+    return {
+        name: [task["score"], statistics.stdev(task["scores"]) / len(task["scores"]) ** 0.5]
+        for name, task in found.items()
     }
 
 
