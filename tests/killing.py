@@ -91,7 +91,7 @@ for worker in range(workers):
     if not os.fork():
         for folder, moments, result in todo[worker::workers]:
             codes = [attempt(command, folder, moment, result) for moment in moments]
-            print(json.dumps([folder, codes]), flush=True)
+            os.write(1, (json.dumps([folder, codes]) + "\n").encode())  # in one piece, beside the other workers'
         os._exit(0)
 for _ in range(workers):
     os.wait()
