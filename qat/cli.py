@@ -176,6 +176,28 @@ def verify(
 
 
 @app.command()
+def push(
+    directory: Annotated[Path, typer.Argument(metavar="RELEASE_DIR", help="a released directory")],
+    repository: Annotated[str, typer.Argument(metavar="REPO_ID", help="OWNER/NAME of a model on the hub")],
+    private: Annotated[bool, typer.Option("--private", help="make it private, if it is not there yet")] = False,
+    revision: Annotated[str | None, typer.Option(help="branch, made if it is not there; main when left out")] = None,
+    pull_request: Annotated[bool, typer.Option("--pr", help="open a pull request")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list what would go; no network, no token")] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Put a release on the hub, if it is as the gate let it out. The token is HF_TOKEN, or that of `hf auth login`."""
+    from qat import manifest, push, report
+
+    _speak(False, quiet, as_json)
+    try:
+        push.main(directory, push.Target(repository, private, revision, pull_request), dry_run)
+    except (ValueError, OSError) as error:
+        report.complain(manifest.redact(str(error)))
+        raise typer.Exit(1) from None
+
+
+@app.command()
 def lint(
     directory: Annotated[Path, typer.Argument(help="folder of a quantized checkpoint, whoever wrote it")],
     engine: Annotated[

@@ -251,7 +251,7 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
         return {"exports": let_out}
 
     thresholds = {variant or "": one.model_dump()["gate"] for variant, one in job.recipe.by_variant}
-    content = {"thresholds": thresholds, "card": card, "exports": let_out}
+    content = {"thresholds": thresholds, "card": card, "exports": dict.fromkeys(let_out, "released")}
     return job.run.stage("release", content=content, parents=parents, work=work)
 
 

@@ -172,6 +172,8 @@ def test_verify_finds_every_kind_of_difference(output: Path, tmp_path: Path) -> 
     shutil.copytree(source, tmp_path / "elsewhere")
     good = run("verify", tmp_path / "elsewhere", output / "two")
     assert good.exit_code == 0 and "files are as in tare.json (sha256 " in good.output
+    would = run("push", tmp_path / "elsewhere", "me/model", "--dry-run")
+    assert would.exit_code == 0 and "tare.json, released" in would.output, would.output
     tensors = load_file(tmp_path / "elsewhere/model.safetensors")
     name = next(name for name in tensors if name.endswith("weight_scale"))
     tensors[name].view(-1)[0] *= 1.05
