@@ -10,6 +10,7 @@ from typing import Any
 from gate._examples import strings
 from qat.model import Model
 
+VERSION = 2  # raised when the numbers change
 BATCH = 8
 METRICS = ("acc_norm", "exact_match", "acc", "pass@1", "f1", "bleu")  # the first that a task reports is judged
 

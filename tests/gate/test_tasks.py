@@ -97,7 +97,7 @@ def test_a_continuation_is_right_when_greedy_decoding_gives_it(micro: Path, tmp_
         ({"context": "a", "choices": [" b"], "answer": 0}, "two or more"),
         ({"context": "a", "choices": [" b", " "], "answer": 0}, "at least one letter"),
         ({"context": "a" * 300, "continuation": " b"}, r"302 tokens are more than the model reads \(256\)"),
-        ({"context": "x", "continuation": "y"}, "mixes choices and continuations"),
+        ({"context": "x", "continuation": "y"}, "mixes examples scored by acc and acc_norm"),
     ],
 )
 def test_a_bad_example_is_named_with_its_line(micro: Path, tmp_path: Path, row: dict[str, Any], why: str) -> None:
