@@ -1,27 +1,30 @@
-"""What can be refused before any work is done: from the shapes of a model, the scheme and the chosen methods."""
+"""What can be refused before any work is done: from the shapes of a model, the scheme and the chosen methods.
+
+`tare plan` asks as well, so nothing here imports torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 
 from qat.arch import Arch
-from qat.model import Model
 from qat.scheme import Scheme, TensorFormat, matches
 
 SMALLEST_OFFERED = 8  # group sizes under this are not offered: a scale would cost more than the codes
 
 
-def formats(model: Model, scheme: Scheme) -> dict[str, TensorFormat]:
+def formats(arch: Arch, inputs: Mapping[str, int], scheme: Scheme) -> dict[str, TensorFormat]:
     """The format of every linear that the scheme covers, by full name, in the order they run.
 
+    inputs: the in_features of every linear of the blocks, by full name, in that order; as `Model.in_features`.
     Raises ValueError for a pattern of the scheme that names nothing, for a scheme that leaves nothing to quantize, for
     overrides that give linears which share an input different formats, and for group sizes that do not divide a layer's
     inputs (all layers at once).
     """
-    linears = [name for index in range(len(model.blocks)) for name in model.arch.block_linears(index)]
-    others = [model.arch.head, model.arch.embed]
-    others += [name for index in range(len(model.blocks)) for name in model.arch.block_routers(index)]
+    linears, num_blocks = list(inputs), num_blocks_of(arch, inputs)
+    others = [arch.head, arch.embed]
+    others += [name for index in range(num_blocks) for name in arch.block_routers(index)]
     for what, patterns, known in (
         ("skip", scheme.skip, [*linears, *others]),
         ("overrides", tuple(scheme.overrides), linears),
@@ -36,9 +39,14 @@ def formats(model: Model, scheme: Scheme) -> dict[str, TensorFormat]:
     found = {name: fmt for name in linears if (fmt := scheme.format_of(name)) is not None}
     if not found:
         raise ValueError("scheme.skip leaves no linear to quantize; narrow its patterns")
-    _check_shared(model, found)
-    _check_group_sizes(found, {name: model.root.get_submodule(name).in_features for name in found})
+    _check_shared(arch, num_blocks, found)
+    _check_group_sizes(found, {name: inputs[name] for name in found})
     return found
+
+
+def num_blocks_of(arch: Arch, names: Iterable[str]) -> int:
+    """How many blocks full names of linears come from."""
+    return len({name.removeprefix(f"{arch.blocks}.").partition(".")[0] for name in names})
 
 
 def whole_groups(arch: Arch, num_blocks: int, scheme: Scheme) -> None:
@@ -56,10 +64,10 @@ def whole_groups(arch: Arch, num_blocks: int, scheme: Scheme) -> None:
                 )
 
 
-def _check_shared(model: Model, found: Mapping[str, TensorFormat]) -> None:
+def _check_shared(arch: Arch, num_blocks: int, found: Mapping[str, TensorFormat]) -> None:
     """Engines run linears that share an input as one, and all experts of a block: one format for all of them."""
-    for index in range(len(model.blocks)):
-        for fused in model.arch.fused(index):
+    for index in range(num_blocks):
+        for fused in arch.fused(index):
             names = [name for name in fused if name in found]
             other = next((name for name in names if found[name] != found[names[0]]), None)
             if other:

@@ -155,7 +155,8 @@ def groups_of(model: Model, base: Recipe, candidates: Candidates) -> list[Group]
     num_blocks, arch = len(model.blocks), model.arch
     for fmt in candidates.values():
         if fmt is not None:
-            covered = calibrate.check.formats(model, base.scheme.model_copy(update={"weights": fmt}))
+            scheme = base.scheme.model_copy(update={"weights": fmt})
+            covered = calibrate.check.formats(arch, model.in_features, scheme)
     if set(base.export.formats) - {"dense"}:
         calibrate.check.whole_groups(arch, num_blocks, base.scheme)
     found = []

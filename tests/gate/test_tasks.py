@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ def test_drops_are_judged_by_example() -> None:
 
 
 def test_lm_eval_that_is_not_installed_is_said(micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage._tasks._lm_eval.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     state = stage.plain_state("parent", micro)
     measured = {"states": {"parent": {"fingerprint": "x"}}}
     with pytest.raises(ValueError, match=r"pip install 'tare-llm\[eval\]'"):
