@@ -153,10 +153,14 @@ def compare(
     for name, value, known in (("device", device, DEVICES), ("dtype", dtype, DTYPES)):
         if value not in known:
             raise typer.BadParameter(f"--{name} {value}: one of {', '.join(known)}")
+    from qat.arguments import RecipeError
     from qat.compare import Choices, main
 
     try:
         main(sources, Choices(parent, text, sequences, length, device, dtype), out)
+    except RecipeError as error:
+        report.complain(str(error))
+        raise typer.Exit(2) from None
     except (ValueError, OSError) as error:
         report.complain(f"{type(error).__name__}: {manifest.redact(str(error))}")
         raise typer.Exit(1) from None

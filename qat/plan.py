@@ -14,8 +14,7 @@ from types import SimpleNamespace
 import psutil
 import yaml
 
-import calibrate.check
-from qat import manifest, outline, report, serving, sizes
+from qat import coverage, manifest, outline, report, serving, sizes
 from qat.arch import arch_of
 from qat.outline import Step
 from qat.recipe import Recipe, RecipeError, load
@@ -172,9 +171,9 @@ def check_scheme(recipe: Recipe, folder: Path) -> None:
     inputs = {name: shapes[f"{name}.weight"][1] for name in linears}
     for variant, one in recipe.by_variant:
         try:
-            calibrate.check.formats(arch, inputs, one.scheme)
+            coverage.formats(arch, inputs, one.scheme)
             if set(one.export.formats) - {"dense"}:
-                calibrate.check.whole_groups(arch, config["num_hidden_layers"], one.scheme)
+                coverage.whole_groups(arch, config["num_hidden_layers"], one.scheme)
         except ValueError as error:
             raise RecipeError(f"variant {variant}: {error}" if variant else str(error)) from error
 

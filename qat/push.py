@@ -98,6 +98,7 @@ def _send(folder: Path, files: list[str], target: Target) -> str:
     no_answer: Any = HfHubHTTPError.__bases__[0]
     if not get_token():
         raise ValueError("no token for the hub: set HF_TOKEN, or log in with `hf auth login`; --dry-run needs none")
+    report.quiet_transfers()
     try:
         return _commit(HfApi(), folder, files, target)
     except OfflineModeIsEnabled as error:

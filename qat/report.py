@@ -111,6 +111,14 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def quiet_transfers() -> None:
+    """Leave the bars of huggingface_hub, whose transfers may take hours, to people: in a log they are pages."""
+    if not sys.stderr.isatty() or os.environ.get("TARE_PROGRESS") == "0":
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+
+
 def duration(seconds: float) -> str:
     """`45s`, `2m`, `1h05m`."""
     if seconds < 90:
