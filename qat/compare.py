@@ -17,7 +17,6 @@ from qat.arguments import RecipeError
 from qat.job import device, dtype
 from qat.parent import Parent, open_parent
 from qat.sections import Compute, EvaluationText
-from qat.stages import kind
 from qat.tokens import Corpus, windows
 
 REPORT, SUMMARY, MEASURED, PARENTS = "compare", "summary.json", ".measured", ".parents"
@@ -70,13 +69,7 @@ def main(sources: list[str], choices: Choices, out: Path) -> Path:
     own = gate.stage.plain_state("parent", parent.folder)
     cache = (next(iter(runs.values())).folder.parent if runs else out) / MEASURED
     with report.Steps("compare", total=(1 + len(states)) * len(corpus.windows), unit="window") as steps:
-        done: dict[str, int] = {}
-
-        def progress(name: str, windows_done: int, _: int) -> None:
-            steps.advance(name, by=windows_done - done.get(name, 0))
-            done[name] = windows_done
-
-        found = gate.stage.measure_all(own, states, corpus.windows, cache, on, precision, progress)
+        found = gate.stage.measure_all(own, states, corpus.windows, cache, on, precision, steps.reach)
     said = _data(runs, parent, corpus, found)
     report.say(table.text(said["table"]))
     for line in verdicts(said["pairs"]):
@@ -190,12 +183,7 @@ def _data(runs: dict[str, Ran], parent: Parent, corpus: Corpus, found: dict[str,
         said["latency"] += _latency(ran, prefix)
         for stage in ran.summary["stages"]:
             label = f"{prefix}{stage['variant'] or ''}".strip("/")
-            layers = ran.folder / stage["path"] / "layers.csv"
-            if stage["name"] == "calibrate" and layers.is_file() and (shown := gate.report.layers(layers)):
-                said["layers"][label] = shown
-            if kind(stage["name"]) == "train" and stage["metrics"].get("loss"):
-                several = "" if stage["name"] == "train" else stage["name"]
-                said["training"]["/".join(word for word in (label, several) if word)] = stage["metrics"]["loss"]
+            results.show_stage(said, label, stage["name"], ran.folder / stage["path"], stage["metrics"])
     said |= {"evaluation": found["evaluation"], "pairs": pairs, "table": table.rows(states, {}, sampling)}
     statistics: dict[str, Any] = {
         "confidence": sampling.confidence,

@@ -93,14 +93,8 @@ def gate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     own = gate.stage.plain_state("parent", parent.folder)
     total = (1 + len(states) + len(sound)) * len(job.evaluation.windows)
     with report.Steps("gate", total=total, unit="window") as steps:
-        done: dict[str, int] = {}
-
-        def progress(name: str, windows_done: int, _: int) -> None:
-            steps.advance(name, by=windows_done - done.get(name, 0))
-            done[name] = windows_done
-
         measured = gate.stage.measure_all(
-            own, [*states, *sound], job.evaluation.windows, cache, job.device, job.dtype, progress
+            own, [*states, *sound], job.evaluation.windows, cache, job.device, job.dtype, steps.reach
         )
     if "tasks" in checks:
         tokenizer, options = parent.tokenizer, checks["tasks"]

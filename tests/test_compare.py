@@ -252,6 +252,10 @@ def test_a_json_log_is_one_object_a_line_and_a_quiet_one_is_empty(
     assert [line["event"] for line in lines] == ["say", "stage", "table", "progress"]
     assert lines[0]["text"] == "released [x]" and lines[2]["rows"] == [["awq", 0.5], ["x", None]]
     assert (lines[3]["done"], lines[3]["total"], lines[3]["eta_seconds"]) == (3, 9, 200)
+    with report.Steps("gate", total=6, unit="window") as steps:
+        for name, done in (("a", 1), ("b", 2), ("a", 3), ("b", 3)):
+            steps.reach(name, done, 3)
+        assert steps.done == 6
     assert json.loads(err) | {"time": ""} == {"event": "error", "time": "", "text": "wrong"}
     monkeypatch.setenv("TARE_LOG", "quiet")
     report.say("x")
