@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from gate import _examples, _generate, stage, tasks
 from gate._generate import Prompt, contains, exact_match, numeric
@@ -16,6 +17,7 @@ from gate._inputs import hooks
 from qat.checkpoint import SafetensorsFolder
 from qat.micro import make_micro
 from qat.model import Model
+from tests.artifacts import config_of
 
 WORDS = ["the", "model", "reads", "a", "line", "of", "text", "and", "says", "what", "it", "thinks", "comes", "next"]
 PROMPTS = [" ".join(WORDS[n % 5 : 2 + n]) for n in range(11)]
@@ -104,6 +106,21 @@ def test_a_quantized_cache_is_the_one_that_is_decoded_from(micro: Path, tmp_path
     prompts: Any = _examples.read(write(tmp_path / "a.jsonl", rows), tokenizer, None, 256)
     assert _generate.texts(model(), prompts, tokenizer, []) == expected
     assert _generate.texts(resident(micro), prompts, tokenizer, []) != expected
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3", "mixtral", "qwen3_moe"])
+def test_every_architecture_says_what_transformers_says(family: str, tmp_path: Path) -> None:
+    config = config_of(family, eos_token_id=None)
+    torch.manual_seed(1)
+    whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    whole.save_pretrained(tmp_path, save_original_format=True)
+    ids = [[4, 5, 6], [6, 5, 4, 6, 5, 4, 6, 5], [5]]
+    how = GenerationConfig(max_new_tokens=9, do_sample=False, pad_token_id=0, eos_token_id=None)
+    said = [whole.generate(torch.tensor([one]), generation_config=how)[0, len(one) :].tolist() for one in ids]
+    prompts = [Prompt(tuple(one), ("x",), "exact_match", 9, ()) for one in ids]
+    numbers = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
+    assert _generate.texts(resident(tmp_path), prompts, numbers, []) == [numbers.decode(one) for one in said]
+    assert len({tuple(one) for one in said}) == len(said)
 
 
 @pytest.mark.parametrize(
