@@ -86,7 +86,7 @@ def tested(work: Path) -> list[dict[str, Any]]:
             {"fault": line.fault, "caught_by": line.caught_by, "said": line.said, "test": line.test,
              "refused": line.refused, "passed": bool(fine) and all(fine)}
         )  # fmt: skip
-    order = ("recipe", "load", "data", "calibrate", "train", "export", "lint", "gate", "run")
+    order = ("recipe", "plan", "load", "data", "calibrate", "train", "export", "lint", "gate", "run")
     return sorted(rows, key=lambda row: order.index(row["caught_by"]))
 
 

@@ -1,110 +1,11 @@
-"""What can be refused before any work is done: from the shapes of a model, the scheme and the chosen methods."""
+"""Which methods can do a scheme: said before any work is done."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import ModuleType
 
-from qat.arch import Arch
-from qat.model import Model
-from qat.scheme import Scheme, TensorFormat, matches
-
-SMALLEST_OFFERED = 8  # group sizes under this are not offered: a scale would cost more than the codes
-
-
-def formats(model: Model, scheme: Scheme) -> dict[str, TensorFormat]:
-    """The format of every linear that the scheme covers, by full name, in the order they run.
-
-    Raises ValueError for a pattern of the scheme that names nothing, for a scheme that leaves nothing to quantize, for
-    overrides that give linears which share an input different formats, and for group sizes that do not divide a layer's
-    inputs (all layers at once).
-    """
-    linears = [name for index in range(len(model.blocks)) for name in model.arch.block_linears(index)]
-    others = [model.arch.head, model.arch.embed]
-    others += [name for index in range(len(model.blocks)) for name in model.arch.block_routers(index)]
-    for what, patterns, known in (
-        ("skip", scheme.skip, [*linears, *others]),
-        ("overrides", tuple(scheme.overrides), linears),
-    ):
-        for pattern in patterns:
-            if not any(matches(pattern, name) for name in known):
-                never = " that is ever quantized" if any(matches(pattern, name) for name in others) else ""
-                raise ValueError(
-                    f"scheme.{what}: {pattern!r} names no linear of this model{never}; names look like {linears[0]}, "
-                    "and * stands for any characters"
-                )
-    found = {name: fmt for name in linears if (fmt := scheme.format_of(name)) is not None}
-    if not found:
-        raise ValueError("scheme.skip leaves no linear to quantize; narrow its patterns")
-    _check_shared(model, found)
-    _check_group_sizes(found, {name: model.root.get_submodule(name).in_features for name in found})
-    return found
-
-
-def whole_groups(arch: Arch, num_blocks: int, scheme: Scheme) -> None:
-    """Raise ValueError when the scheme leaves some but not all linears that share an input as they are.
-
-    For export formats whose engines run them as one linear: any but dense.
-    """
-    for index in range(num_blocks):
-        for names in arch.fused(index):
-            kept = [name for name in names if scheme.format_of(name) is None]
-            if 0 < len(kept) < len(names):
-                raise ValueError(
-                    f"scheme.skip leaves {', '.join(kept)} as they are, but engines run {listed(names)} as one; skip "
-                    "all of them or none, or export dense only"
-                )
-
-
-def _check_shared(model: Model, found: Mapping[str, TensorFormat]) -> None:
-    """Engines run linears that share an input as one, and all experts of a block: one format for all of them."""
-    for index in range(len(model.blocks)):
-        for fused in model.arch.fused(index):
-            names = [name for name in fused if name in found]
-            other = next((name for name in names if found[name] != found[names[0]]), None)
-            if other:
-                leaves = dict.fromkeys(f"'*.{name.rpartition('.')[2]}'" for name in names)
-                raise ValueError(
-                    f"scheme.overrides: {other} would be {found[other]}, {names[0]} {found[names[0]]}, but engines run "
-                    f"{listed(fused)} as one; give them the same format, e.g. {' and '.join(leaves)}"
-                )
-
-
-def listed(names: Sequence[str]) -> str:
-    """The last parts of module names, the middle left out when there are many."""
-    leaves = [name.rpartition(".")[2] for name in names]
-    return ", ".join(leaves) if len(leaves) < 5 else f"{names[0]} ... {names[-1]}"
-
-
-def _check_group_sizes(found: Mapping[str, TensorFormat], inputs: Mapping[str, int]) -> None:
-    wrong: dict[tuple[int, int], list[str]] = {}
-    for name, fmt in found.items():
-        size = fmt.group_of(inputs[name])
-        if fmt.per != "block" and (inputs[name] % size or (fmt.bits == 4 and inputs[name] % 2)):
-            wrong.setdefault((size, inputs[name]), []).append(name)
-    if not wrong:
-        return
-    lines, offers = [], set(_divisors(min(inputs.values())))
-    for (size, width), names in wrong.items():
-        kinds = list(dict.fromkeys(name.split(".", 3)[-1] for name in names))
-        lines.append(f"  {size} does not divide the {width} inputs of {', '.join(kinds)} ({len(names)} linears)")
-    for width in set(inputs.values()):
-        offers &= set(_divisors(width))
-    sizes = ", ".join(map(str, sorted(offers, reverse=True))) or f"none of {SMALLEST_OFFERED} or more"
-    first = next(iter(wrong.values()))[0]
-    example = first.split(".")[-1]
-    own = f"{{dtype: {found[first].dtype}, group_size: {next(iter(_divisors(next(iter(wrong))[1])), 2)}}}"
-    raise ValueError(
-        f"the group size does not fit {sum(map(len, wrong.values()))} of {len(found)} linears:\n"
-        + "\n".join(lines)
-        + f"\nsizes that divide every layer's inputs: {sizes}. Set scheme.weights.group_size to one of them, or give "
-        f"each kind of layer its own, e.g. scheme.overrides: {{'*.{example}': {own}}}"
-    )
-
-
-def _divisors(width: int) -> list[int]:
-    """Even group sizes up to 256 that divide `width`, the largest first."""
-    return [size for size in range(256, SMALLEST_OFFERED - 1, -2) if width % size == 0]
+from qat.scheme import TensorFormat
 
 
 def methods(found: Mapping[str, TensorFormat], chosen: Mapping[str, tuple[str, ModuleType]]) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from calibrate import check, table
 from calibrate.block import Block, Chosen, Seconds
 from calibrate.streams import STATES, TOKEN_WEIGHTS, Streams
-from qat import plugins
+from qat import coverage, plugins
 from qat.artifact import REST, block_file, check_finite, is_whole, read_block, save_tensors, write_meta
 from qat.checkpoint import Tensors
 from qat.model import Model
@@ -147,7 +147,7 @@ class _Runner:
 
     def prepare(self) -> None:
         """Everything that can be refused without reading a weight."""
-        self.formats = check.formats(self.model, self.scheme)
+        self.formats = coverage.formats(self.model.arch, self.model.in_features, self.scheme)
         check.methods(self.formats, {question: (m.name, m.module) for question, m in self.methods.items()})
         static = self.scheme.inputs is not None and not self.scheme.inputs.dynamic
         self.transform_needs = frozenset(self.methods["transform"].module.NEEDS)

@@ -56,7 +56,7 @@ def release(export: Path, out: Path, name: str, engines: list[str], facts: dict[
     )
     (out / "README.md").write_text(card, encoding="utf-8")
     (out / PROVENANCE).unlink(missing_ok=True)
-    said = {"tare": __version__, **facts, "files": manifest.list_files(out)}
+    said = {"tare": __version__, "status": "released", **facts, "files": manifest.list_files(out)}
     manifest.write_json(out / PROVENANCE, said)
 
 

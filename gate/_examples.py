@@ -1,4 +1,4 @@
-"""Offline tasks: JSONL examples scored by log-likelihood, block by block, one block in memory.
+"""Offline tasks: the reader of JSONL examples, and those scored by log-likelihood, block by block, one in memory.
 
 Sequences are padded on the right to a multiple of `PAD` tokens: a causal model does not see what comes after.
 """
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gate import _generate
+from gate._generate import Prompt
 from qat.model import WAVE_BYTES, Model
 
 VERSION = 1
@@ -41,10 +43,14 @@ class Example:
     def metric(self) -> str:
         return "acc" if self.answer is None else "acc_norm"
 
+    @property
+    def num_requests(self) -> int:
+        return len(self.requests)
 
-def read(path: Path, tokenizer: Any, limit: int | None, longest: int | None) -> list[Example]:
+
+def read(path: Path, tokenizer: Any, limit: int | None, longest: int | None) -> list[Example] | list[Prompt]:
     """The examples of a JSONL file as tokens; see gate/tasks.py. Raises ValueError that names file and line."""
-    found: list[Example] = []
+    found: list[Any] = []
     with path.open(encoding="utf-8") as f:
         for number, line in enumerate(f, 1):
             if limit is not None and len(found) >= limit:
@@ -56,15 +62,18 @@ def read(path: Path, tokenizer: Any, limit: int | None, longest: int | None) -> 
                     raise ValueError(f"{path} line {number}: {error}") from error
     if not found:
         raise ValueError(f"{path} holds no example; one a line is needed, such as {{'context': ..., 'choices': ...}}")
-    if len({example.metric for example in found}) > 1:
-        raise ValueError(f"{path} mixes choices and continuations; give them as two tasks")
+    kinds = sorted({example.metric for example in found})
+    if len(kinds) > 1:
+        raise ValueError(f"{path} mixes examples scored by {' and '.join(kinds)}; give each kind as a task of its own")
     return found
 
 
-def _example(row: Any, tokenizer: Any, longest: int | None) -> Example:
+def _example(row: Any, tokenizer: Any, longest: int | None) -> Example | Prompt:
     keys = set(row) if isinstance(row, dict) else set()
+    if "prompt" in keys:
+        return _generate.prompt(row, tokenizer, longest)
     if not (keys >= CHOICE or keys >= CONTINUATION) or not isinstance(row["context"], str):
-        need = f"{sorted(CHOICE)} or {sorted(CONTINUATION)}"
+        need = f"{sorted(CHOICE)}, {sorted(CONTINUATION)} or {sorted(_generate.NEEDED)}"
         raise ValueError(f"an example has the keys {need} with a text as context, got {sorted(keys) or row!r}")
     answer = row["answer"] if "choices" in row else None
     texts = row["choices"] if "choices" in row else [row["continuation"]]

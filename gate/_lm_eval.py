@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gate._examples import strings
 from qat.model import Model
+from qat.serving import need_lm_eval
 
+VERSION = 2  # raised when the numbers change
 BATCH = 8
 METRICS = ("acc_norm", "exact_match", "acc", "pass@1", "f1", "bleu")  # the first that a task reports is judged
 
 
 def version() -> str:
     """Of lm-eval. Raises ValueError when it is not installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("gate.tasks.lm_eval needs lm-evaluation-harness: pip install 'tare-llm[eval]'")
+    need_lm_eval()
     return importlib.metadata.version("lm_eval")
 
 

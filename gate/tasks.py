@@ -4,9 +4,13 @@ offline: name -> a JSONL file on this machine, one example a line:
 
     {"context": "The capital of France is", "choices": [" Paris", " Rome"], "answer": 0}     multiple choice
     {"context": "Once upon a", "continuation": " time"}                                     continuation
+    {"prompt": "Q: 6 times 7?\\nA:", "answer": "42", "match": "numeric", "max_tokens": 32, "stop": ["\\n"]}  generation
 
 A choice is right when its log-likelihood divided by its characters is the largest (lm-eval's acc_norm), a continuation
 when greedy decoding gives all of it (acc of LAMBADA). Texts are joined as they are: begin a choice with its space.
+A generation is right when the text that greedy decoding writes after the prompt, at most max_tokens (64) and up to the
+first of the texts in `stop`, meets the answer, or one of several: `match` is exact_match (the default: the same text,
+spaces around it aside), contains, or numeric (the last number is the answer). It holds the whole model in memory.
 lm_eval: names of tasks of lm-evaluation-harness, which the extra `eval` installs; it holds the whole model in memory.
 """
 
@@ -21,7 +25,7 @@ from gate._bootstrap import Sampling
 from gate._check import Check, estimated
 from qat.scheme import Section
 
-VERSION = 1
+VERSION = 2
 
 
 class Options(Section):

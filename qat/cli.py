@@ -153,10 +153,14 @@ def compare(
     for name, value, known in (("device", device, DEVICES), ("dtype", dtype, DTYPES)):
         if value not in known:
             raise typer.BadParameter(f"--{name} {value}: one of {', '.join(known)}")
+    from qat.arguments import RecipeError
     from qat.compare import Choices, main
 
     try:
         main(sources, Choices(parent, text, sequences, length, device, dtype), out)
+    except RecipeError as error:
+        report.complain(str(error))
+        raise typer.Exit(2) from None
     except (ValueError, OSError) as error:
         report.complain(f"{type(error).__name__}: {manifest.redact(str(error))}")
         raise typer.Exit(1) from None
@@ -173,6 +177,28 @@ def verify(
 
     _speak(False, quiet, as_json)
     raise typer.Exit(verify.main(folders))
+
+
+@app.command()
+def push(
+    directory: Annotated[Path, typer.Argument(metavar="RELEASE_DIR", help="a released directory")],
+    repository: Annotated[str, typer.Argument(metavar="REPO_ID", help="OWNER/NAME of a model on the hub")],
+    private: Annotated[bool, typer.Option("--private", help="make it private, if it is not there yet")] = False,
+    revision: Annotated[str | None, typer.Option(help="branch, made if it is not there; main when left out")] = None,
+    pull_request: Annotated[bool, typer.Option("--pr", help="open a pull request")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list what would go; no network, no token")] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Put a release on the hub, if it is as the gate let it out. The token is HF_TOKEN, or that of `hf auth login`."""
+    from qat import manifest, push, report
+
+    _speak(False, quiet, as_json)
+    try:
+        push.main(directory, push.Target(repository, private, revision, pull_request), dry_run)
+    except (ValueError, OSError) as error:
+        report.complain(manifest.redact(str(error)))
+        raise typer.Exit(1) from None
 
 
 @app.command()

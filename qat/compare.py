@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ import gate.stage
 from gate._bootstrap import Sampling
 from gate.stage import table
 from qat import arguments, manifest, report, results
+from qat.arguments import RecipeError
 from qat.job import device, dtype
 from qat.parent import Parent, open_parent
 from qat.sections import Compute, EvaluationText
-from qat.stages import kind
 from qat.tokens import Corpus, windows
 
 REPORT, SUMMARY, MEASURED, PARENTS = "compare", "summary.json", ".measured", ".parents"
@@ -53,9 +54,13 @@ class Ran:
 def main(sources: list[str], choices: Choices, out: Path) -> Path:
     """Measure, print the table, write compare.html, .json and .csv into `out`; gives the page.
 
-    Raises ValueError for a source that is neither a run nor a checkpoint, and for what cannot be compared.
+    Raises RecipeError for what the command line lacks and for sources that are neither a run nor a checkpoint, all at
+    once; ValueError for what cannot be compared.
     """
-    runs, folders = _sources(sources)
+    runs, folders, wrong = _sources(sources)
+    wrong += _lacking(runs, choices)
+    if wrong:
+        raise RecipeError("nothing was compared:\n" + "\n".join(f"  {line}" for line in wrong))
     parent = _parent(runs, choices, out)
     corpus = _text(runs, choices, parent)
     on = device(Compute(device=choices.device))
@@ -64,22 +69,11 @@ def main(sources: list[str], choices: Choices, out: Path) -> Path:
     own = gate.stage.plain_state("parent", parent.folder)
     cache = (next(iter(runs.values())).folder.parent if runs else out) / MEASURED
     with report.Steps("compare", total=(1 + len(states)) * len(corpus.windows), unit="window") as steps:
-        done: dict[str, int] = {}
-
-        def progress(name: str, windows_done: int, _: int) -> None:
-            steps.advance(name, by=windows_done - done.get(name, 0))
-            done[name] = windows_done
-
-        found = gate.stage.measure_all(own, states, corpus.windows, cache, on, precision, progress)
+        found = gate.stage.measure_all(own, states, corpus.windows, cache, on, precision, steps.reach)
     said = _data(runs, parent, corpus, found)
     report.say(table.text(said["table"]))
-    for pair in said["pairs"]:
-        between = "" if pair["low"] is None else f" (between {pair['low']:+.5f} and {pair['high']:+.5f})"
-        unsure = pair["low"] is not None and pair["low"] <= 0
-        report.say(
-            f"{pair['state']}: KL {pair['value']:+.5f} against {pair['best']}{between}"
-            + ("; too few windows to tell them apart" if unsure else "")
-        )
+    for line in verdicts(said["pairs"]):
+        report.say(line)
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{REPORT}.csv").write_text(gate.report.csv_text(said["table"]), encoding="utf-8")
     page = gate.report.write(out, REPORT, said)
@@ -87,25 +81,51 @@ def main(sources: list[str], choices: Choices, out: Path) -> Path:
     return page
 
 
-def _sources(sources: list[str]) -> tuple[dict[str, Ran], dict[str, Path]]:
-    """The runs by name, and every checkpoint to measure by name."""
-    runs, folders = dict[str, Ran](), dict[str, Path]()
+def verdicts(pairs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A sentence for each candidate but the best one, or for several of which the same is to be said."""
+    alike = dict[tuple[Any, ...], list[str]]()
+    for pair in pairs:
+        alike.setdefault((pair["best"], pair["value"], pair["low"], pair["high"]), []).append(pair["state"])
+    for (best, value, low, high), states in alike.items():
+        if value == 0 and low in (0, None) and high in (0, None):
+            yield f"{', '.join(states)}: KL as {best}"
+            continue
+        between = "" if low is None else f" (between {low:+.5f} and {high:+.5f})"
+        unsure = "; too few windows to tell them apart" if low is not None and low <= 0 else ""
+        yield f"{', '.join(states)}: KL {value:+.5f} against {best}{between}{unsure}"
+
+
+def _lacking(runs: dict[str, Ran], choices: Choices) -> Iterator[str]:
+    if choices.parent is None and not runs:
+        yield "checkpoints alone do not say what they are compared with: give --parent"
+    if choices.text is None and not any(ran.recipe["data"]["evaluation"] for ran in runs.values()):
+        yield "no text to compare on: give --text, or a run that has evaluation text"
+
+
+def _sources(sources: list[str]) -> tuple[dict[str, Ran], dict[str, Path], list[str]]:
+    """The runs by name, every checkpoint to measure by name, and what is wrong with the other sources."""
+    runs, folders, wrong = dict[str, Ran](), dict[str, Path](), list[str]()
     paths = {source: Path(source).expanduser() for source in sources}
     for source, path in paths.items():
         if (path / SUMMARY).is_file():
             ran = _ran(path)
+            if isinstance(ran, str):
+                wrong.append(ran)
+                continue
             name = _unused(path.resolve().name, runs)
             runs[name] = ran
             exports = {key: (path / one["path"]).resolve() for key, one in ran.summary["exports"].items()}
             if not exports:
-                raise ValueError(f"{path} has no exports (status {ran.summary['status']}); finish that run first")
+                wrong.append(f"{path} has no exports (status {ran.summary['status']}); finish that run first")
             several = len(sources) > 1
             folders |= {(f"{name}/{key}" if several else key): folder for key, folder in exports.items()}
         elif (path / "config.json").is_file():
             folders[_unused(path.resolve().name, folders)] = path
+        elif not path.exists():
+            wrong.append(f"{source} does not exist")
         else:
-            raise ValueError(f"{source} is neither the folder of a run ({SUMMARY}) nor a checkpoint (config.json)")
-    return runs, folders
+            wrong.append(f"{source} is neither the folder of a run ({SUMMARY}) nor a checkpoint (config.json)")
+    return runs, folders, wrong
 
 
 def _unused(name: str, taken: Any) -> str:
@@ -113,12 +133,13 @@ def _unused(name: str, taken: Any) -> str:
     return next(one for one in names if one not in taken and one != "parent")
 
 
-def _ran(path: Path) -> Ran:
+def _ran(path: Path) -> Ran | str:
+    """The run in a folder, or what is wrong with it."""
     summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
     made = {stage["key"]: manifest.read(path / stage["path"]) for stage in summary["stages"]}
     whole = {key: found for key, found in made.items() if found is not None}
     if not whole:
-        raise ValueError(f"{path} has no finished stage (status {summary['status']}); finish that run first")
+        return f"{path} has no finished stage (status {summary['status']}); finish that run first"
     return Ran(path, summary, whole)
 
 
@@ -127,8 +148,6 @@ def _parent(runs: dict[str, Ran], choices: Choices, out: Path) -> Parent:
         cache = out / PARENTS
         cache.mkdir(parents=True, exist_ok=True)
         return open_parent(choices.parent, None, False, cache)
-    if not runs:
-        raise ValueError("checkpoints alone do not say what they are compared with: give --parent")
     (first, ran), *others = runs.items()
     for name, other in others:
         if other.inputs["parent"] != ran.inputs["parent"]:
@@ -143,8 +162,6 @@ def _text(runs: dict[str, Ran], choices: Choices, parent: Parent) -> Corpus:
     text: dict[str, Any] = dict(known[0]) if known else {"length": 1024, "sequences": None}
     if choices.text is not None:
         text = {key: text[key] for key in ("length", "sequences")} | {"source": choices.text}
-    if "source" not in text:
-        raise ValueError("no text to compare on: give --text, or a run that has evaluation text")
     if choices.sequences or choices.length:
         text |= {"sequences": choices.sequences or text["sequences"], "length": choices.length or text["length"]}
     longest = getattr(parent.config, "max_position_embeddings", None)
@@ -166,12 +183,7 @@ def _data(runs: dict[str, Ran], parent: Parent, corpus: Corpus, found: dict[str,
         said["latency"] += _latency(ran, prefix)
         for stage in ran.summary["stages"]:
             label = f"{prefix}{stage['variant'] or ''}".strip("/")
-            layers = ran.folder / stage["path"] / "layers.csv"
-            if stage["name"] == "calibrate" and layers.is_file() and (shown := gate.report.layers(layers)):
-                said["layers"][label] = shown
-            if kind(stage["name"]) == "train" and stage["metrics"].get("loss"):
-                several = "" if stage["name"] == "train" else stage["name"]
-                said["training"]["/".join(word for word in (label, several) if word)] = stage["metrics"]["loss"]
+            results.show_stage(said, label, stage["name"], ran.folder / stage["path"], stage["metrics"])
     said |= {"evaluation": found["evaluation"], "pairs": pairs, "table": table.rows(states, {}, sampling)}
     statistics: dict[str, Any] = {
         "confidence": sampling.confidence,

@@ -70,18 +70,32 @@ def attach_cache(attention: nn.Module, cache: Any) -> RemovableHandle:
     """Let every call of an attention module of transformers use `cache`, whose `update(keys, values, ...)` gets them as
     they would be stored, (batch, heads, length, head size), and gives what attention goes on with.
 
+    A cache that the caller hands over, to decode token by token, stores what `cache` gives.
+
     Raises ValueError when the module takes no cache under a known name: another would be ignored there.
     """
     names = inspect.signature(attention.forward).parameters
     known = [name for name in ("cache", "past_key_values") if name in names]  # since transformers 5.24, and before
     if known:
         return attention.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, {**kwargs, known[0]: cache}), with_kwargs=True
+            lambda module, args, kwargs: (args, {**kwargs, known[0]: _Before(cache, kwargs.get(known[0]))}),
+            with_kwargs=True,
         )
     raise ValueError(
         f"{type(attention).__name__} takes no cache under a known name ({', '.join(names)}); its keys and values "
         "cannot be seen or rounded: set scheme.kv_cache to null"
     )
+
+
+class _Before:
+    """A cache in front of the caller's, if there is one."""
+
+    def __init__(self, cache: Any, behind: Any) -> None:
+        self.cache, self.behind = cache, behind
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self.cache.update(keys, values, *args, **kwargs)
+        return (keys, values) if self.behind is None else self.behind.update(keys, values, *args, **kwargs)
 
 
 def anchor(like: Tensor) -> Tensor:

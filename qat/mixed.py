@@ -22,9 +22,8 @@ import yaml
 from pydantic import ValidationError
 from torch import Tensor
 
-import calibrate.check
 from calibrate import budget, mixed
-from qat import arguments, manifest, pipeline, report
+from qat import arguments, coverage, manifest, pipeline, report
 from qat.artifact import Artifact, save_tensors
 from qat.checkpoint import SafetensorsFolder
 from qat.groups import SKIP, Group, overrides, show, stored_bits, write_table
@@ -155,9 +154,10 @@ def groups_of(model: Model, base: Recipe, candidates: Candidates) -> list[Group]
     num_blocks, arch = len(model.blocks), model.arch
     for fmt in candidates.values():
         if fmt is not None:
-            covered = calibrate.check.formats(model, base.scheme.model_copy(update={"weights": fmt}))
+            scheme = base.scheme.model_copy(update={"weights": fmt})
+            covered = coverage.formats(arch, model.in_features, scheme)
     if set(base.export.formats) - {"dense"}:
-        calibrate.check.whole_groups(arch, num_blocks, base.scheme)
+        coverage.whole_groups(arch, num_blocks, base.scheme)
     found = []
     for index in range(num_blocks):
         experts = f"{arch.blocks}.{index}.{arch.experts}."

@@ -103,6 +103,12 @@ class Model:
                     "engines disagree on what that means; set the flag to false or drop the tensor"
                 )
 
+    @property
+    def in_features(self) -> dict[str, int]:
+        """Inputs of every linear of the blocks, by full name, in the order they run."""
+        names = (name for index in range(len(self.blocks)) for name in self.arch.block_linears(index))
+        return {name: int(self.root.get_submodule(name).in_features) for name in names}
+
     def _by_block(self) -> list[list[str]]:
         found: list[list[str]] = [[] for _ in self.blocks]
         for name in self._names:

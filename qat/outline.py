@@ -68,7 +68,7 @@ def _gate(recipe: Recipe, root: dict[str, Any]) -> dict[str, Any]:
         for name, options in (recipe.model_dump()["gate"] or {}).items()
     }
     if "tasks" in checks:  # where a file lies does not matter, what is in it does
-        checks["tasks"]["options"]["offline"] = root["tasks"]
+        checks["tasks"]["options"]["offline"] = root.get("tasks")
     if "latency" in checks:  # of this machine only
         asked = checks["latency"]["options"]
         server = plugins.version("gate.servers", asked["engine"])

@@ -16,8 +16,9 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
-from qat import fits
+from qat import fits, report
 from qat.arch import Arch, arch_of, find
 from qat.checkpoint import SafetensorsFolder
 from qat.manifest import read_json
@@ -129,6 +130,8 @@ def side_files(folder: Path) -> list[Path]:
 
 def open_parent(source: str, revision: str | None, trust_remote_code: bool, cache: Path) -> Parent:
     """Find or fetch `source`; `cache` takes folders made from GGUF files and the random `micro` model."""
+    disable_progress_bar()  # of loading and saving, which would be in the midst of Tare's own
+    report.quiet_transfers()
     if source == "demo":
         return Parent(DEMO, "tare-demo").check()
     if source == "micro":

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from accelerate import PartialState
 
-import calibrate.check
 import calibrate.observe
 import export.release
 import export.stage
@@ -17,7 +16,7 @@ import gate.stage
 from calibrate.rtn import Rtn
 from export.carrier import trainable_biases
 from gate.stage import table
-from qat import manifest, report, results, training
+from qat import coverage, manifest, report, results, training
 from qat.artifact import Artifact
 from qat.job import Job
 from qat.recipe import Recipe
@@ -42,7 +41,7 @@ def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     recipe, parent = job.recipe_of(job.steps[index]), job.parent
     methods = {question: getattr(recipe.calibrate, question) for question in calibrate.observe.QUESTIONS}
     if set(recipe.export.formats) - {"dense"}:
-        calibrate.check.whole_groups(parent.arch, parent.config.num_hidden_layers, recipe.scheme)
+        coverage.whole_groups(parent.arch, parent.config.num_hidden_layers, recipe.scheme)
     with report.Steps("calibrate", total=parent.config.num_hidden_layers, unit="block") as steps:
         metrics = calibrate.observe.run(
             parent.config,
@@ -94,14 +93,8 @@ def gate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     own = gate.stage.plain_state("parent", parent.folder)
     total = (1 + len(states) + len(sound)) * len(job.evaluation.windows)
     with report.Steps("gate", total=total, unit="window") as steps:
-        done: dict[str, int] = {}
-
-        def progress(name: str, windows_done: int, _: int) -> None:
-            steps.advance(name, by=windows_done - done.get(name, 0))
-            done[name] = windows_done
-
         measured = gate.stage.measure_all(
-            own, [*states, *sound], job.evaluation.windows, cache, job.device, job.dtype, progress
+            own, [*states, *sound], job.evaluation.windows, cache, job.device, job.dtype, steps.reach
         )
     if "tasks" in checks:
         tokenizer, options = parent.tokenizer, checks["tasks"]
@@ -214,8 +207,12 @@ def judge(job: Job) -> dict[str, Any] | None:
     report.say(table.text(verdict["table"]))
     if verdict["latency"]:
         report.say(table.text(verdict["latency"], table.LATENCY))
-    for status, name, text in gate.stage.problems(verdict):
-        report.say(f"{status} {name}: {text}")
+    why = [f"{status} {name}: {text}" for status, name, text in gate.stage.problems(verdict)]
+    for line in why:
+        report.say(line)
+    if why and report.log_format() == "quiet" and job.run.rank == 0:
+        more = f"; {len(why) - 1} more in {path}" if len(why) > 1 else ""
+        report.complain(why[0] + more)
     return verdict
 
 
@@ -251,7 +248,7 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
         return {"exports": let_out}
 
     thresholds = {variant or "": one.model_dump()["gate"] for variant, one in job.recipe.by_variant}
-    content = {"thresholds": thresholds, "card": card, "exports": let_out}
+    content = {"thresholds": thresholds, "card": card, "exports": dict.fromkeys(let_out, "released")}
     return job.run.stage("release", content=content, parents=parents, work=work)
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import yaml
 
-from qat import manifest, outline, report, serving, sizes
+from qat import coverage, manifest, outline, report, serving, sizes
+from qat.arch import arch_of
 from qat.outline import Step
 from qat.recipe import Recipe, RecipeError, load
 from qat.sizes import Sizes
@@ -132,6 +134,8 @@ def make(recipe: Recipe) -> Plan:
 
     folder = outline.local_parent(recipe, memory.remembered)
     model = _model_sizes(recipe, folder, notes)
+    if folder is not None:
+        check_scheme(recipe, folder)
     root = _root(recipe, folder, memory, notes)
     steps = outline.outline(recipe, root or dict.fromkeys(("parent", "calibration", "training", "evaluation")))
     keys = outline.keys(steps) if root else [None] * len(steps)
@@ -148,6 +152,30 @@ def make(recipe: Recipe) -> Plan:
         needed = needs(step, variants.get(step.variant, recipe), model, rate, on_gpu) if model else None
         rows.append(Row(step, key, state, needed))
     return Plan(rows, shown, free_gb(recipe), notes)
+
+
+def check_scheme(recipe: Recipe, folder: Path) -> None:
+    """Raise RecipeError when the scheme of a variant does not fit the model: patterns that name nothing, group sizes.
+
+    Raises ValueError for an architecture that is not known, and for weight files that lack a linear of it.
+    """
+    config, shapes = manifest.read_json(folder / "config.json"), sizes.folder_shapes(folder)
+    config.setdefault("num_local_experts", config.get("num_experts", 0))  # transformers has one name for both
+    for key in ("num_hidden_layers", "num_local_experts"):
+        if type(count := config.get(key)) is not int or not 0 <= count <= len(shapes):
+            raise ValueError(f"{folder / 'config.json'}: {key} is {count!r}, for {len(shapes)} tensors; correct it")
+    arch = arch_of(SimpleNamespace(**config))
+    linears = [name for index in range(config["num_hidden_layers"]) for name in arch.block_linears(index)]
+    if missing := [name for name in linears if len(shapes.get(f"{name}.weight", ())) != 2]:
+        raise ValueError(f"{folder} lacks {missing[0]}.weight, or has it in another shape; fetch the model again")
+    inputs = {name: shapes[f"{name}.weight"][1] for name in linears}
+    for variant, one in recipe.by_variant:
+        try:
+            coverage.formats(arch, inputs, one.scheme)
+            if set(one.export.formats) - {"dense"}:
+                coverage.whole_groups(arch, config["num_hidden_layers"], one.scheme)
+        except ValueError as error:
+            raise RecipeError(f"variant {variant}: {error}" if variant else str(error)) from error
 
 
 def _model_sizes(recipe: Recipe, folder: Path | None, notes: list[str]) -> Sizes | None:

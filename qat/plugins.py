@@ -33,7 +33,8 @@ def check(package: str, name: str) -> None:
     """Raise ValueError, naming the known ones, when `package` has no plugin `name`."""
     known = names(package)
     if name not in known:
-        raise ValueError(f"there is no {package.replace('.', '/')}/{name}.py{did_you_mean(name, known)}")
+        also = {word: one for one in known for word in _also_called(package, one)}
+        raise ValueError(f"there is no {package.replace('.', '/')}/{name}.py{did_you_mean(name, known, also)}")
 
 
 def find(package: str, name: str) -> ModuleType:
@@ -52,6 +53,15 @@ def literal(package: str, name: str, constant: str) -> Any:
 
     Raises ValueError when the file has none of that name, or one that is not written out.
     """
+    found = _literal(package, name, constant)
+    if found is None:
+        path, _ = _file(package, name)
+        raise ValueError(f"{path} has no {constant}; every plugin in {package.replace('.', '/')} states it")
+    return found
+
+
+def _literal(package: str, name: str, constant: str) -> Any:
+    """The same, or None where the file has none of that name."""
     path, mtime_ns = _file(package, name)
     for node in _parse(path, mtime_ns).body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -63,7 +73,12 @@ def literal(package: str, name: str, constant: str) -> Any:
                     raise ValueError(
                         f"{constant} in {path} is computed; it is read as text, so write it out"
                     ) from error
-    raise ValueError(f"{path} has no {constant}; every plugin in {package.replace('.', '/')} states it")
+    return None
+
+
+def _also_called(package: str, name: str) -> tuple[str, ...]:
+    """What people call a plugin beside its name, for suggestions: `ALSO_CALLED` of its file, if it has that."""
+    return _literal(package, name, "ALSO_CALLED") or ()
 
 
 def version(package: str, name: str) -> int:

@@ -8,6 +8,7 @@ once, each with its dotted path. `Recipe.model_validate(recipe.model_dump()) == 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,8 @@ __all__ = ["Recipe", "RecipeError", "load", "merge"]
 
 OVERLAYS = ("scheme", "calibrate", "train", "export", "gate")
 BOUNDS = ("max_", "min_")  # gate options that judge a measurement and do not change it
+OWN = ("value_error", "unknown_key")  # kinds of errors with a whole sentence of ours
+BARE = ("bool", "int", "float", "str")  # types that pydantic names so in the path of an error
 FOLDER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 
@@ -282,20 +285,53 @@ def load(argv: list[str]) -> Recipe:
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        wrong += [_line(e["loc"], e["msg"], e["input"], e["type"]) for e in error.errors()]
+        wrong += _lines(error)
     if wrong:
-        lines = "\n".join(f"  {line}" for line in dict.fromkeys(wrong) if line)
+        lines = "\n".join(f"  {line}" for line in dict.fromkeys(wrong))
         raise RecipeError(f"{file} is not a valid recipe:\n{lines}")
     return recipe
 
 
-def _line(loc: tuple[int | str, ...], text: str, value: Any, kind: str) -> str:
-    """`train.steps: input should be a valid integer, got 'ten'`; nothing for what only follows from another problem."""
-    if kind == "default_factory_not_called":
-        return ""
-    path = ".".join(str(part) for part in loc if part != "[key]") or "recipe"
+def _lines(error: ValidationError) -> Iterator[str]:
+    """What is wrong, a line for each path: `train.steps: input should be a valid integer, got 'ten'`.
+
+    Of a value that may be of several types pydantic says what is wrong for each; these become one line.
+    """
+    found = dict[tuple[int | str, ...], list[str]]()
+    for e in error.errors():
+        path = tuple(part for part in e["loc"] if part != "[key]")
+        if path and _is_type(path[-1], e["type"]):
+            told = _told(e["msg"], e["type"]).removeprefix("input should be ")
+            found.setdefault(path[:-1], []).append(told)
+        elif e["type"] != "default_factory_not_called":  # that only follows from another problem
+            yield f"{_dotted(path)}: {_told(e['msg'], e['type'])}{_got(e['input'], e['type'])}"
+    for path, ways in found.items():
+        value = next(e["input"] for e in error.errors() if e["loc"][: len(path)] == path)
+        said = ", or ".join(way.partition(", unable to")[0] for way in ways)
+        yield f"{_dotted(path)}: input should be {said}{_got(value, 'union')}"
+
+
+def _is_type(part: int | str, kind: str) -> bool:
+    """Whether a part of a path is no key but one of the types that a value may have, as pydantic names it."""
+    return isinstance(part, str) and (
+        part.startswith(("literal[", "constrained-", "list[")) or (part in BARE and kind.startswith(part))
+    )
+
+
+def _dotted(path: tuple[int | str, ...]) -> str:
+    return ".".join(map(str, path)) or "recipe"
+
+
+def _told(text: str, kind: str) -> str:
     text = text.removeprefix("Value error, ")
-    if kind in ("value_error", "unknown_key"):
-        return f"{path}: {text}"
-    got = "" if kind == "missing" else f", got {value!r}"
-    return f"{path}: {text[0].lower()}{text[1:]}{got}"
+    if kind in OWN:
+        return text
+    # pydantic names the class, which no recipe does
+    text = re.sub(r"valid dictionary( or instance of \w+)?", "mapping of keys", text).replace(
+        "valid tuple", "valid list"
+    )
+    return f"{text[0].lower()}{text[1:]}"
+
+
+def _got(value: Any, kind: str) -> str:
+    return "" if kind in (*OWN, "missing") else f", got {'null' if value is None else repr(value)}"

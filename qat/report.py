@@ -111,6 +111,14 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def quiet_transfers() -> None:
+    """Leave the bars of huggingface_hub, whose transfers may take hours, to people: in a log they are pages."""
+    if not sys.stderr.isatty() or os.environ.get("TARE_PROGRESS") == "0":
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+
+
 def duration(seconds: float) -> str:
     """`45s`, `2m`, `1h05m`."""
     if seconds < 90:
@@ -130,6 +138,7 @@ class Steps:
         self.what, self.total, self.unit, self.first, self.done = what, total, unit, done, done
         self.shown = is_main() and os.environ.get("TARE_PROGRESS", "1") != "0"
         self._bar: Progress | None = None
+        self._reached: dict[str, int] = {}
 
     def __enter__(self) -> Steps:
         self.start = self.said = monotonic()
@@ -160,6 +169,12 @@ class Steps:
                 event("progress", said | {"info": info, "eta_seconds": round(self.eta(now))})
                 return
             say(f"{self.what}  {self.unit} {self.done}/{self.total}  {info}  eta {duration(self.eta(now))}")
+
+    def reach(self, info: str, done: int, of: int) -> None:
+        """`done` of the `of` steps that belong to `info` are done, those told before included."""
+        assert done <= of
+        self.advance(info, by=done - self._reached.get(info, 0))
+        self._reached[info] = done
 
     def eta(self, now: float) -> float:
         """Seconds left, at the mean rate of this sitting."""

@@ -12,6 +12,7 @@ import gate.report
 import gate.report.pipelines
 from qat import __version__, overlap
 from qat.job import Job
+from qat.stages import kind
 
 TEXT_OF = {"calibrate": "calibration", "train": "training"}
 KEPT = ("name", "variant", "key", "reused", "seconds", "peak_rss_gb", "peak_gpu_gb")
@@ -39,20 +40,26 @@ def data(job: Job, verdict: dict[str, Any] | None, status: str) -> dict[str, Any
         stage, variant = job.made.get(index), step.variant or ""
         if stage is None:
             continue
-        table = stage.path / "layers.csv"
-        if step.name == "calibrate" and table.is_file() and (found := gate.report.layers(table)):
-            said["layers"][variant] = found
+        show_stage(said, variant, step.name, stage.path, stage.metrics)
         if counts := stage.metrics.get("overlap"):
             part = TEXT_OF[step.kind]
             said["facts"].append([f"{part} text", overlap.sentence(counts)])
         if step.kind == "train":
             said["facts"].append([step.label, trained(stage.metrics)])
-        if step.kind == "train" and stage.metrics.get("loss"):
-            said["training"][variant if step.name == "train" else step.label] = stage.metrics["loss"]
     lines = job.run.summary()["stages"]
     said["stages"] = [{key: line[key] for key in KEPT} for line in lines]
     said["recipe"] = yaml.safe_dump(job.recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     return said
+
+
+def show_stage(said: dict[str, Any], label: str, name: str, folder: Path, metrics: dict[str, Any]) -> None:
+    """Put what a stage left, its layers or its loss, into what a report shows under `label`."""
+    table = folder / "layers.csv"
+    if name == "calibrate" and table.is_file() and (found := gate.report.layers(table)):
+        said["layers"][label] = found
+    if kind(name) == "train" and metrics.get("loss"):
+        several = "" if name == "train" else name  # one of several stages of training
+        said["training"]["/".join(word for word in (label, several) if word)] = metrics["loss"]
 
 
 def trained(metrics: dict[str, Any]) -> str:

@@ -6,18 +6,27 @@ Nothing here needs torch, so recipes are read and planned without it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """`, did you mean 'steps'? (known: batch, steps)`: what to add to an error about a misspelt `word`."""
+
+def did_you_mean(word: object, known: Iterable[str], also: Mapping[str, str] = NOTHING) -> str:
+    """`, did you mean 'steps'? (known: batch, steps)`: what to add to an error about a misspelt `word`.
+
+    also: other names -> the known one that is meant.
+    """
     known = list(known)
-    close = difflib.get_close_matches(str(word), known, n=1)
-    return (f", did you mean {close[0]!r}?" if close else "") + f" (known: {', '.join(known) or 'none'})"
+    close = difflib.get_close_matches(str(word), [*known, *also], n=1) or [
+        one for one in also if one == str(word).lower()
+    ]
+    meant = [also.get(one, one) for one in close]
+    return (f", did you mean {meant[0]!r}?" if meant else "") + f" (known: {', '.join(known) or 'none'})"
 
 
 class Section(BaseModel):

@@ -1,7 +1,9 @@
-"""What the gate's latency check needs of this machine, and what its results hold for. Never imports torch."""
+"""What the gate needs of this machine beside Tare: lm-eval for its tasks, an engine for its latency check, and what the
+latter's results hold for. Never imports torch."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -13,9 +15,15 @@ from qat.recipe import Recipe, RecipeError
 
 
 def check(recipe: Recipe) -> None:
-    """Raise RecipeError when latency is asked for and there is no such engine, program, or export for it."""
-    asked: Any = (recipe.gate or {}).get("latency")
-    if asked is None or recipe.until in ("calibrate", "train", "export"):
+    """Raise RecipeError when tasks of lm-eval are asked for and it is not installed, or when latency is and there is no
+    such engine, program, or export for it."""
+    if recipe.gate is None or recipe.until in ("calibrate", "train", "export"):
+        return
+    tasks: Any = recipe.gate.get("tasks")
+    if tasks is not None and tasks.lm_eval:
+        need_lm_eval()
+    asked: Any = recipe.gate.get("latency")
+    if asked is None:
         return
     where = "gate.latency"
     try:
@@ -32,6 +40,15 @@ def check(recipe: Recipe) -> None:
         raise RecipeError(
             f"{where}.program: there is no {asked.program} on the PATH; install the engine, set {where}.program to its "
             f"path or to a python that has it, or leave {where} out"
+        )
+
+
+def need_lm_eval() -> None:
+    """Raise RecipeError when lm-evaluation-harness is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise RecipeError(
+            "gate.tasks.lm_eval needs lm-evaluation-harness: pip install 'tare-llm[eval]', or leave it out and name "
+            "files of examples in gate.tasks.offline"
         )
 
 

@@ -46,12 +46,21 @@ class Sizes:
 def of_folder(folder: Path) -> Sizes:
     """The sizes of a Hugging Face folder. Raises ValueError for a broken safetensors header."""
     config = read_json(folder / "config.json")
-    files = [path for path in model_files(folder) if path.suffix == ".safetensors"]
-    shapes = {name: shape for file in files for name, shape in safetensors_shapes(file)}
+    shapes = folder_shapes(folder)
     for key in ("vocab_size", "hidden_size"):
         if not isinstance(config.setdefault(key, 0), int):
             raise ValueError(f"{folder / 'config.json'}: {key} is {config[key]!r}, where a whole number is expected")
-    return _count(shapes, config["vocab_size"], config["hidden_size"], sum(f.stat().st_size for f in files))
+    file_bytes = sum(path.stat().st_size for path in _weight_files(folder))
+    return _count(shapes, config["vocab_size"], config["hidden_size"], file_bytes)
+
+
+def folder_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a Hugging Face folder. Raises ValueError for a broken safetensors header."""
+    return {name: shape for file in _weight_files(folder) for name, shape in safetensors_shapes(file)}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return [path for path in model_files(folder) if path.suffix == ".safetensors"]
 
 
 def of_gguf(path: Path) -> Sizes:

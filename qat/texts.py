@@ -102,7 +102,9 @@ def _hub_rows(text: Text) -> Iterator[tuple[str, Any]]:
     if source.startswith(("/", ".", "~")) or Path(source).suffix in TEXT_FILES:
         what = "is a folder, not a text file" if Path(source).is_dir() else "does not exist"
         raise ValueError(f"text file {source} {what}")
-    from datasets import load_dataset
+    from datasets import disable_progress_bars, load_dataset
+
+    disable_progress_bars()  # they would be in the midst of Tare's own
 
     split, more = text.split or "train", {"revision": text.revision, "streaming": text.stream}
     try:

@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -41,6 +42,18 @@ def given(values: dict[str, Any], environment: dict[str, str]) -> dict[str, str]
     return {**{key: str(value) for key, value in values.items()}, **environment}
 
 
+def counts(junit: Path) -> dict[str | None, tuple[str | None, ...]]:
+    """Suite -> (tests, failures, errors), each suite's cases counted again."""
+    found = {}
+    for suite in ElementTree.parse(junit).getroot():
+        said = tuple(suite.get(key) for key in ("tests", "failures", "errors"))
+        cases = suite.findall("testcase")
+        again = (len(cases), *(sum(case.find(kind) is not None for case in cases) for kind in ("failure", "error")))
+        assert said == tuple(map(str, again))
+        found[suite.get("name")] = said
+    return found
+
+
 @pytest.mark.slow
 def test_the_steps_of_the_github_example(tmp_path: Path, environment: dict[str, str]) -> None:
     workflow = yaml.safe_load((EXAMPLES / "github.yml").read_text())
@@ -58,6 +71,13 @@ def test_the_steps_of_the_github_example(tmp_path: Path, environment: dict[str, 
     patterns = {line for line in kept if "*" in line}
     assert len(patterns) == 5
     assert all(list(tmp_path.glob(pattern)) for pattern in patterns), patterns
+    assert counts(tmp_path / "runs/micro/junit.xml") == {"compressed_tensors": ("1", "0", "0")}
+    verdict = json.loads((tmp_path / "runs/micro/verdict.json").read_text())
+    jsonschema.validate(verdict, json.loads((ROOT / "gate/verdict.schema.json").read_text()))
+    assert verdict["status"] == "released" and "Released: `compressed_tensors`" in summary.read_text()
+    (released,) = tmp_path.glob("runs/*/release-*/*/tare.json")
+    pushed = execute(f"tare push {released.parent} me/micro --dry-run", environment)
+    assert pushed.returncode == 0 and "would go to me/micro" in pushed.stdout, pushed.stderr
 
     summary.unlink()
     environment["OVERRIDES"] = "gate.divergence.max_kl=0.000001"
@@ -65,8 +85,7 @@ def test_the_steps_of_the_github_example(tmp_path: Path, environment: dict[str, 
     assert steps["summary"]["if"] == "always()" and "if" not in steps["verify"]
     assert execute(steps["summary"]["run"], environment).returncode == 0
     assert summary.read_text().startswith("## ❌ micro: refused\n") and "KL to the parent" in summary.read_text()
-    (suite,) = ElementTree.parse(tmp_path / "runs/micro/junit.xml").getroot()
-    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("1", "1", "0")
+    assert counts(tmp_path / "runs/micro/junit.xml") == {"compressed_tensors": ("1", "1", "0")}
 
 
 @pytest.mark.slow
@@ -79,9 +98,17 @@ def test_the_steps_of_the_gitlab_example(tmp_path: Path, environment: dict[str, 
         assert done.returncode == 0, (step, done.stdout, done.stderr)
     kept = [*job["artifacts"]["paths"], job["artifacts"]["reports"]["junit"]]
     assert all(list(tmp_path.glob(pattern)) for pattern in kept), kept
+    assert counts(tmp_path / "runs/micro/junit.xml") == {"compressed_tensors": ("1", "0", "0")}
+    assert (tmp_path / "runs/micro/summary.md").read_text().startswith("## ✅ micro: released\n")
     released = json.loads((tmp_path / "runs/micro/summary.json").read_text())["last_released"]
     environment["OVERRIDES"] = "gate.perplexity.max_relative_increase=0.02"  # four windows do not decide that
     assert execute(job["script"][1], environment).returncode in job["allow_failure"]["exit_codes"]
+    undecided = (tmp_path / "runs/micro/summary.md").read_text()
+    assert "micro: inconclusive" in undecided and "too few windows to decide" in undecided
+    (suite,) = ElementTree.parse(tmp_path / "runs/micro/junit.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures")) == ("1", "0") and "too few windows" in ElementTree.tostring(
+        suite, encoding="unicode"
+    ), "it is no failure, and says why it is no pass"
     next((tmp_path / "runs/micro" / released).rglob("config.json")).write_text("{}")
     broken = execute(f"tare verify {tmp_path / 'runs/micro' / released}", environment)
     assert broken.returncode == 1 and "config.json has 2 bytes" in broken.stderr

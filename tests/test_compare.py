@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from gate import _measure
-from qat import report
+from qat import compare, report
 from qat.cli import app
 from qat.plugins import ROOT
 from qat.train import main
@@ -69,6 +69,17 @@ def test_each_export_is_judged_and_released_by_itself(output: Path) -> None:
     assert (output / "two" / said["exports"]["b/compressed_tensors"]["path"]).is_dir()
     for name in ("report.html", "report.json", "verdict.json", "junit.xml", "summary.md"):
         assert (output / "two" / name).stat().st_size > 100
+
+
+def test_a_quiet_run_that_is_refused_says_why_in_one_line(
+    output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(output, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setenv("TARE_LOG", "quiet")
+    assert main([f"recipe={tmp_path / 'two.yaml'}", f"output={tmp_path}"]) == 3
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("refused b/compressed_tensors: KL to the parent"), said
+    assert said.err.count("\n") == 1
 
 
 def test_the_card_of_a_release_is_one_that_the_hub_reads(output: Path) -> None:
@@ -153,9 +164,18 @@ def test_checkpoints_alone_need_a_parent_and_a_text(output: Path, tmp_path: Path
     parent = output / ".parents/micro"
     shutil.copytree(parent, tmp_path / "copy")
     out = ("--out", tmp_path / "out")
-    assert "give --parent" in run("compare", tmp_path / "copy", *out).output
-    assert "give --text" in run("compare", tmp_path / "copy", "--parent", parent, *out).output
-    assert "neither the folder of a run" in run("compare", tmp_path, "--parent", parent, *out).output
+    lacking = run("compare", tmp_path / "copy", tmp_path / "nothing", tmp_path, *out)
+    assert lacking.exit_code == 2
+    for line, words in zip(
+        lacking.output.splitlines()[1:],
+        ("nothing does not exist", "neither the folder of a run", "give --parent", "give --text"),
+        strict=True,
+    ):
+        assert words in line, lacking.output
+    (tmp_path / "failed").mkdir()
+    (tmp_path / "failed/summary.json").write_text('{"status": "failed", "stages": [], "exports": {}}')
+    failed = run("compare", tmp_path / "failed", "--parent", parent, "--text", TEXT, *out)
+    assert failed.exit_code == 2 and "has no finished stage (status failed)" in failed.output
     done = run("compare", tmp_path / "copy", "--parent", parent, "--text", TEXT, "--sequences", 3, "--length", 20, *out)
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "out/compare.json").read_text())
@@ -166,12 +186,33 @@ def test_checkpoints_alone_need_a_parent_and_a_text(output: Path, tmp_path: Path
     assert too_long.exit_code == 1 and "--length 256" in too_long.output
 
 
+def test_what_is_to_be_said_of_several_candidates_is_said_once() -> None:
+    def pair(state: str, value: float, *ends: float | None) -> dict[str, Any]:
+        return {"state": state, "best": "a", "value": value, "low": ends[0], "high": ends[1]}
+
+    same = [pair("b", 0, 0, 0), pair("c", 0, 0, 0)]
+    other = [
+        pair("d", 0.1, -0.1, 0.3),
+        pair("e", 0.1, -0.1, 0.3),
+        pair("f", 0.1, 0.05, 0.3),
+        pair("g", 0.2, None, None),
+    ]
+    assert list(compare.verdicts([*same, *other])) == [
+        "b, c: KL as a",
+        "d, e: KL +0.10000 against a (between -0.10000 and +0.30000); too few windows to tell them apart",
+        "f: KL +0.10000 against a (between +0.05000 and +0.30000)",
+        "g: KL +0.20000 against a",
+    ]
+
+
 def test_verify_finds_every_kind_of_difference(output: Path, tmp_path: Path) -> None:
     said = summary(output)
     source = output / "two" / said["exports"]["a/compressed_tensors"]["path"]
     shutil.copytree(source, tmp_path / "elsewhere")
     good = run("verify", tmp_path / "elsewhere", output / "two")
     assert good.exit_code == 0 and "files are as in tare.json (sha256 " in good.output
+    would = run("push", tmp_path / "elsewhere", "me/model", "--dry-run")
+    assert would.exit_code == 0 and "tare.json, released" in would.output, would.output
     tensors = load_file(tmp_path / "elsewhere/model.safetensors")
     name = next(name for name in tensors if name.endswith("weight_scale"))
     tensors[name].view(-1)[0] *= 1.05
@@ -211,6 +252,10 @@ def test_a_json_log_is_one_object_a_line_and_a_quiet_one_is_empty(
     assert [line["event"] for line in lines] == ["say", "stage", "table", "progress"]
     assert lines[0]["text"] == "released [x]" and lines[2]["rows"] == [["awq", 0.5], ["x", None]]
     assert (lines[3]["done"], lines[3]["total"], lines[3]["eta_seconds"]) == (3, 9, 200)
+    with report.Steps("gate", total=6, unit="window") as steps:
+        for name, done in (("a", 1), ("b", 2), ("a", 3), ("b", 3)):
+            steps.reach(name, done, 3)
+        assert steps.done == 6
     assert json.loads(err) | {"time": ""} == {"event": "error", "time": "", "text": "wrong"}
     monkeypatch.setenv("TARE_LOG", "quiet")
     report.say("x")

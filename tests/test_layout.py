@@ -31,7 +31,7 @@ FORBIDDEN = {
     "qat.arch": ("torch", "transformers"),
 }
 LIGHT = ["arguments", "cli", "manifest", "outline", "plan", "plugins", "ranks", "recipe", "report"]
-LIGHT += ["groups", "scheme", "sections", "sizes", "stages"]
+LIGHT += ["coverage", "groups", "push", "serving", "verify", "scheme", "sections", "sizes", "stages"]
 
 
 def module(path: Path) -> str:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import enable_progress_bar
 
 from qat.checkpoint import SafetensorsFolder
 from qat.micro import make_micro
@@ -35,6 +36,14 @@ def save_parent(folder: Path, **changes: Any) -> Path:
 
 def opened(source: Path | str, cache: Path) -> Parent:
     return open_parent(str(source), None, False, cache)
+
+
+def test_no_bar_of_a_library_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    enable_progress_bar()
+    AutoModelForCausalLM.from_config(config_of("llama")).save_pretrained(tmp_path / "shown")
+    assert "it/s" in capfd.readouterr().err, "this is what would be seen"
+    opened("micro", tmp_path)
+    assert capfd.readouterr() == ("", "")
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:

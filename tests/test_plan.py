@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import shutil
@@ -23,12 +24,14 @@ from qat.cli import app
 from qat.recipe import RecipeError, load
 from qat.stages import Run
 
-HIDDEN, VOCABULARY, BLOCKS = 64, 96, 2
+HIDDEN, INNER, VOCABULARY, BLOCKS = 128, 256, 96, 2
+CONFIG = {"model_type": "llama", "num_hidden_layers": BLOCKS, "vocab_size": VOCABULARY, "hidden_size": HIDDEN}
 SHAPES = {
     "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
     "model.norm.weight": (HIDDEN,),
-    **{f"model.layers.{i}.self_attn.q_proj.weight": (HIDDEN, HIDDEN) for i in range(BLOCKS)},
-    **{f"model.layers.{i}.mlp.up_proj.weight": (128, HIDDEN) for i in range(BLOCKS)},
+    **{f"model.layers.{i}.self_attn.{x}_proj.weight": (HIDDEN, HIDDEN) for i in range(BLOCKS) for x in "qkvo"},
+    **{f"model.layers.{i}.mlp.{x}_proj.weight": (INNER, HIDDEN) for i in range(BLOCKS) for x in ("gate", "up")},
+    **{f"model.layers.{i}.mlp.down_proj.weight": (HIDDEN, INNER) for i in range(BLOCKS)},
     **{f"model.layers.{i}.input_layernorm.weight": (HIDDEN,) for i in range(BLOCKS)},
 }
 
@@ -37,7 +40,7 @@ SHAPES = {
 def model(fake_root: Path) -> Path:
     """The demo model of the fake repository: a config and one weight file."""
     folder = fake_root / "recipes" / "demo" / "model"
-    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY, "hidden_size": HIDDEN}))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -49,7 +52,7 @@ def states(*overrides: str) -> dict[str, str]:
 
 def test_sizes_come_from_the_headers(model: Path) -> None:
     found = sizes.of_folder(model)
-    linear = BLOCKS * (HIDDEN * HIDDEN + 128 * HIDDEN)
+    linear = BLOCKS * (4 * HIDDEN * HIDDEN + 3 * INNER * HIDDEN)
     assert found.linear == linear and found.total == sum(math.prod(shape) for shape in SHAPES.values())
     assert found.largest_block == linear // BLOCKS + HIDDEN and found.num_blocks == BLOCKS
     assert found.matmul == linear + VOCABULARY * HIDDEN
@@ -100,7 +103,7 @@ def test_the_plan_knows_what_is_finished(model: Path) -> None:
     assert states() == done | rest
     assert states("fresh=train") == done | rest | {"train": "run"}
     assert states("train.steps=21") == done | rest | {"train": "run"}
-    (model / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "x": 1}))
+    (model / "config.json").write_text(json.dumps(CONFIG | {"x": 1}))
     assert set(states().values()) == {"run"}
 
 
@@ -185,3 +188,37 @@ def test_the_command_line() -> None:
         assert key in shown.output
     wrong = runner.invoke(app, ["plan", "recipe=nowhere.yaml"])
     assert wrong.exit_code == 2 and "nowhere.yaml: no such file" in wrong.output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["scheme.weights.group_size=48"], r"48 does not divide the 128 inputs of .*: 128, 64, 32, 16, 8\. Set"),
+        (["scheme.overrides={'model.layers.2.*': {dtype: int8}}"], r"'model\.layers\.2\.\*' names no linear of this"),
+        (["scheme.skip=['*.kv_proj']"], r"scheme\.skip: '\*\.kv_proj' names no linear"),
+        (["scheme.skip=['*.q_proj']"], r"leaves model\.layers\.0\.self_attn\.q_proj as they are"),
+        (["scheme.overrides={'*.q_proj': {group_size: 64}}"], r"run q_proj, k_proj, v_proj as one"),
+        (["variants={a: {}, b: {scheme: {weights: {group_size: 96}}}}"], r"variant b: the group size does not fit"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_said_by_the_plan(model: Path, overrides: list[str], why: str) -> None:
+    fits = ["recipe=small.yaml", "export.formats=compressed_tensors"]
+    with pytest.raises(RecipeError, match=f"(?s){why}"):
+        plan.make(load([*fits, "calibrate.range=activation", *overrides]))
+    plan.make(load([*fits, "scheme.skip=[lm_head, '*.down_proj']"]))
+
+
+@pytest.mark.parametrize("count", [None, "2", -1, 10**9, 3])
+def test_a_number_of_blocks_that_cannot_be_is_an_error_of_the_plan(model: Path, count: object) -> None:
+    (model / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": count}))
+    with pytest.raises(ValueError, match=r"num_hidden_layers is|lacks model\.layers\.2\.self_attn\.q_proj\.weight"):
+        plan.make(load(["recipe=small.yaml"]))
+
+
+def test_lm_eval_that_is_not_installed_is_said_by_the_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    asked = ["plan", "recipe=micro.yaml", f"output={tmp_path}", "gate.tasks.lm_eval=[arc_easy]"]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 2 and "pip install 'tare-llm[eval]'" in done.output, done.output
+    assert CliRunner().invoke(app, [*asked, "until=export"]).exit_code == 0
+    assert CliRunner().invoke(app, [*asked[:-1], "gate.tasks.limit=3"]).exit_code == 0, "nothing to be read yet"

@@ -80,3 +80,18 @@ def test_every_shipped_plugin_states_its_constants(package: str) -> None:
         for name, kinds in plugins.literal("export.engines", engine, "LOADS").items():
             plugins.check("export.formats", name)
             assert kinds <= plugins.literal("export.formats", name, "HOLDS")
+
+
+@pytest.mark.parametrize(
+    ("called", "meant"),
+    [
+        ("tensorrt", "trtllm"),
+        ("tensorrt_llm", "trtllm"),
+        ("TensorRT-LLM", "trtllm"),
+        ("hf", "transformers"),
+        ("vlm", "vllm"),
+    ],
+)
+def test_an_engine_is_suggested_by_what_people_call_it(called: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
+        plugins.check("export.engines", called)

@@ -72,6 +72,17 @@ def test_all_errors_come_at_once_with_their_paths_and_a_suggestion(fake_root: Pa
     [
         (["train=null", "train.steps=5"], "train is null, which has no keys; give it whole: train='{steps: 5}'"),
         (["calibrate.range=mse", "calibrate.range.grid=5"], "calibrate.range='{name: mse, grid: 5}'"),
+        (["train.teacher=foo"], "train.teacher: input should be 'resident' or 'hidden', or a valid integer, got 'foo'"),
+        (["train.teacher=0"], "train.teacher: input should be 'resident' or 'hidden', or greater than 0, got 0"),
+        (
+            ["train=[{steps: 9}, {checkpoint: x}]"],
+            "train.1.checkpoint: input should be 'auto', or a valid integer, got 'x'",
+        ),
+        (["train.cuda_graph=maybe"], "train.cuda_graph: input should be 'auto', or a valid boolean, got 'maybe'"),
+        (["data.calibration=null"], "data.calibration: input should be a mapping of keys, got null"),
+        (["scheme.weights=int4"], "scheme.weights: input should be a mapping of keys, got 'int4'"),
+        (["scheme.skip=5"], "scheme.skip: input should be a valid list, got 5"),
+        (["variants.int={train: {teacher: x}}"], "variants.int.train.teacher: input should be 'resident' or"),
         (["train.micro_batch=3"], "train.micro_batch: 3 does not divide batch, which is 8"),
         (["train.warmup=20"], "train.warmup: 20 leaves no step at the full rate"),
         (["train.learn={bias: 0}"], "train.learn.bias: input should be greater than 0, got 0"),
@@ -116,6 +127,18 @@ def test_all_errors_come_at_once_with_their_paths_and_a_suggestion(fake_root: Pa
 )
 def test_what_cannot_work_is_refused(fake_root: Path, overrides: list[str], words: str) -> None:
     assert any(words in line for line in complaint(*overrides)), complaint(*overrides)
+
+
+def test_a_path_of_an_error_has_the_keys_of_the_recipe_only(fake_root: Path) -> None:
+    wrong = [
+        f"train.{key}={value}" for key in ("teacher", "checkpoint", "cuda_graph") for value in ("x", "[1]", "-1.5")
+    ]
+    for one in (*wrong, "compute=null", "variants={a: 3}", "train=3", "gate.lint=3", "export.engines=3"):
+        lines = complaint(one)
+        assert len(lines) == 1, lines
+        path, _, told = lines[0].partition(": ")
+        assert path.replace(".0", "") in (one.partition("=")[0], "variants.a"), lines
+        assert not re.search("literal|constrained|dictionary|instance of", lines[0]), told
 
 
 def test_what_can_work_is_not_refused(fake_root: Path) -> None:

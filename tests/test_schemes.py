@@ -15,12 +15,11 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from calibrate import check
 from calibrate.inputs import InputStats
 from calibrate.range import max as widest
 from calibrate.round import nearest
 from calibrate.table import rtn
-from qat import plugins
+from qat import coverage, plugins
 from qat.artifact import block_tensors
 from qat.fakequant import QuantizedCache, attach_cache
 from qat.model import Model
@@ -255,28 +254,28 @@ class Meta:
 def test_overrides_that_split_what_engines_fuse_are_refused_before_any_work() -> None:
     mlp = {"*.gate_proj": {"dtype": "int8"}, "*.up_proj": {"dtype": "int8"}}
     good = {"weights": {"group_size": 32}, "overrides": mlp}
-    found = check.formats(model(), Scheme.model_validate(good))
+    found = coverage.formats(model().arch, model().in_features, Scheme.model_validate(good))
     assert {str(found[f"model.layers.{i}.mlp.up_proj"]) for i in range(2)} == {"int8-channel"}
     bad = {"weights": {"group_size": 32}, "overrides": {"model.layers.1.*v_proj": {"dtype": "int8"}}}
     with pytest.raises(
         ValueError,
         match=r"layers\.1\.self_attn\.v_proj would be int8-channel, .*q_proj int4-g32.*k_proj, v_proj as one",
     ):
-        check.formats(model(), Scheme.model_validate(bad))
+        coverage.formats(model().arch, model().in_features, Scheme.model_validate(bad))
 
 
 def test_skipping_part_of_what_engines_fuse_is_refused() -> None:
     arch = model().arch
-    check.whole_groups(
+    coverage.whole_groups(
         arch, 2, Scheme.model_validate({"skip": ["*.down_proj", "*.0.*q_proj", "*.0.*k_proj", "*.0.*v_proj"]})
     )
     with pytest.raises(ValueError, match=r"leaves model\.layers\.1\.mlp\.up_proj as .*run gate_proj, up_proj as one"):
-        check.whole_groups(arch, 2, Scheme.model_validate({"skip": ["model.layers.1.mlp.up_proj"]}))
+        coverage.whole_groups(arch, 2, Scheme.model_validate({"skip": ["model.layers.1.mlp.up_proj"]}))
 
 
 def test_blocks_need_no_whole_number_of_them() -> None:
     scheme = {"weights": {**FP8, "per": "block"}, "inputs": {**FP8, "per": "group", "group_size": 128, "dynamic": True}}
-    assert len(check.formats(model(), Scheme.model_validate(scheme))) == 14
+    assert len(coverage.formats(model().arch, model().in_features, Scheme.model_validate(scheme))) == 14
     wrong = Scheme.model_validate({"weights": {"dtype": "int8", "group_size": 40}})
     with pytest.raises(ValueError, match=r"(?s)group size does not fit.*dtype: int8, group_size: 64"):
-        check.formats(model(), wrong)
+        coverage.formats(model().arch, model().in_features, wrong)

@@ -9,6 +9,7 @@ from export._layers import Layer
 from qat.arch import Arch
 
 VERSION = 1
+ALSO_CALLED = ("hf", "huggingface")
 LOADS = {
     "dense": {"int4", "int4-asym", "int8", "w8a8", "fp8-channel", "fp8-tensor", "fp8-block"},
     # asymmetric: transformers 5.24 refuses to load the packed zero points that the library's own compressor writes

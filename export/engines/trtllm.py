@@ -10,6 +10,7 @@ from export.engines._rules import check_common
 from qat.arch import Arch
 
 VERSION = 1
+ALSO_CALLED = ("tensorrt", "tensorrt-llm", "trt")
 PROGRAM = "trtllm-serve"
 # awq and gptq directories raise NotImplementedError there; of compressed-tensors, int4 and static fp8 fail to parse and
 # w8a8 is taken for fp8

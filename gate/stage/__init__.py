@@ -32,13 +32,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gate import _examples, _measure, lint
+from gate import _examples, _generate, _measure, lint
 from gate._inputs import CacheScales, hooks
 from gate.readers import Export, InputQuant, open_export
 from gate.stage import _latency, _tasks
 from gate.stage._content import digest, effective, files_key, fingerprint, remember, remembered
 from gate.stage._tasks import texts as task_texts
 from gate.stage._verdict import Exported, problems, verdict
+from qat import report
 from qat.arch import arch_of
 from qat.artifact import Artifact
 from qat.checkpoint import Tensors
@@ -241,14 +242,13 @@ def measure_tasks(
     cache: Path,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    progress: _tasks.Progress = lambda name, done: None,
 ) -> None:
     """Put `tasks` into the measurements of `measure_all`. states: the parent first. options: of gate/tasks.py.
 
     Raises ValueError for a file of examples that cannot be read, and without lm-eval when tasks of it are asked for.
     """
-    asked = options.model_dump()
-    longest = getattr(states[0].config, "max_position_embeddings", None)
+    asked, parent = options.model_dump(), states[0]
+    longest = getattr(parent.config, "max_position_embeddings", None)
     offline = {
         name: _examples.read(Path(path), tokenizer, asked["limit"], longest) for name, path in asked["offline"].items()
     }
@@ -256,18 +256,21 @@ def measure_tasks(
     def make(state: State) -> Callable[[bool], Model]:
         return lambda resident: state.model(device, dtype, resident)
 
-    found = _tasks.measure(
-        {state.name: make(state) for state in states},
-        {state.name: measured["states"][state.name]["fingerprint"] for state in states},
-        offline,
-        asked["lm_eval"],
-        asked["limit"],
-        tokenizer,
-        cache,
-        device,
-        dtype,
-        progress,
-    )
+    total = len(states) * sum(map(_tasks.num_requests, offline.values()))
+    with report.Steps("tasks", total=total, unit="request") as steps:
+        found = _tasks.measure(
+            {state.name: make(state) for state in states},
+            {state.name: measured["states"][state.name]["fingerprint"] for state in states},
+            offline,
+            asked["lm_eval"],
+            asked["limit"],
+            tokenizer,
+            _generate.ends(parent.folder, parent.config, tokenizer) if offline else [],
+            cache,
+            device,
+            dtype,
+            steps.advance,
+        )
     for name, tasks in found.items():
         measured["states"][name]["tasks"] = tasks
 

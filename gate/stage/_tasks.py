@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
+from functools import cache as once
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gate import _examples, _lm_eval
+from gate import _examples, _generate, _lm_eval
+from gate._generate import Prompt
 from gate.stage._content import digest, remember, remembered
 from qat.model import Model
 
@@ -21,44 +24,56 @@ Progress = Callable[[str, int], Any]  # (state, requests done just now)
 def measure(
     models: Mapping[str, Callable[[bool], Model]],
     content: Mapping[str, str],
-    offline: Mapping[str, Sequence[_examples.Example]],
+    offline: Mapping[str, Sequence[Any]],
     lm_eval: Sequence[str],
     limit: int | None,
     tokenizer: Any,
+    ends: Sequence[int],
     cache: Path,
     device: torch.device | str,
     dtype: torch.dtype,
-    progress: Progress = lambda name, done: None,
+    progress: Progress,
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """State -> task -> {metric, score, scores}, a score for every example.
 
-    models: by state, makes its model (resident when told so). content: fingerprints of the states. offline: examples by
-    task. Equal content is measured once.
+    models: by state, makes its model (resident when told so). content: fingerprints of the states. offline: examples
+    (`Example` or `Prompt`) by task. ends: the tokens that end a generated text. Equal content is measured once.
     """
     out = dict[str, dict[str, dict[str, Any]]]()
     where = (str(dtype), torch.device(device).type)
     for name, make in models.items():
-        found = dict[str, dict[str, Any]]()
+        found, resident = dict[str, dict[str, Any]](), once(partial(make, True))
         for task, examples in offline.items():
-            asked = [(example.requests, example.answer) for example in examples]
-            key = digest("offline", _examples.VERSION, content[name], _plain(asked), *where)
+            advance, is_text = partial(progress, name), isinstance(examples[0], Prompt)
+            kind = ("generation", _generate.VERSION, ends) if is_text else ("offline", _examples.VERSION)
+            key = digest(*kind, content[name], [astuple(example) for example in examples], *where)
             known = remembered(cache, "task", key)
             if known is None:
-                scores = _examples.score(make(False), examples, partial(progress, name))
+                if is_text:
+                    scores = _generate.score(resident(), examples, tokenizer, ends, advance)
+                else:
+                    scores = _examples.score(make(False), examples, advance)
                 known = {"metric": examples[0].metric, "scores": scores}
                 remember(cache, "task", key, known)
+            else:
+                advance(num_requests(examples))
             found[task] = known
         if lm_eval:
-            key = digest("lm-eval", _lm_eval.version(), content[name], sorted(lm_eval), limit, *where)
+            key = digest("lm-eval", _lm_eval.VERSION, _lm_eval.version(), content[name], sorted(lm_eval), limit, *where)
             known = remembered(cache, "task", key)
             if known is None:
-                known = _lm_eval.score(make(True), tokenizer, lm_eval, limit)
+                known = _lm_eval.score(resident(), tokenizer, lm_eval, limit)
                 remember(cache, "task", key, known)
             found |= known
         out[name] = {
             task: {**one, "score": math.fsum(one["scores"]) / len(one["scores"])} for task, one in found.items()
         }
     return out
+
+
+def num_requests(examples: Sequence[Any]) -> int:
+    """What the progress of a task counts."""
+    return sum(example.num_requests for example in examples)
 
 
 def texts(offline: Mapping[str, str], lm_eval: Sequence[str]) -> dict[str, Iterator[str]]:
@@ -74,7 +89,3 @@ def _lines(path: Path) -> Iterator[str]:
                 yield " ".join(_examples.strings(json.loads(line) if line.strip() else None))
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path} line {number} is not JSON: {error}") from error
-
-
-def _plain(asked: Sequence[Any]) -> list[Any]:
-    return [[[[*r.ids], r.count, r.letters] for r in requests] + [answer] for requests, answer in asked]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gate import _paired
-from gate._bootstrap import Sampling
+from gate._bootstrap import Interval, Sampling
 
 COLUMNS = (  # key of the row, heading, format
     ("state", "state", ""),
@@ -30,7 +30,8 @@ def rows(
 ) -> list[dict[str, Any]]:
     """One row a state, the parent first; then exports with faults, which were not measured.
 
-    *_recovered: the share of the baseline's (round-to-nearest) loss that this state does not have any more.
+    *_recovered: the share of the baseline's (round-to-nearest) loss that this state does not have any more; None where
+    that loss itself cannot be told from noise, as of a random model.
     kl_low, kl_high, increase_low, increase_high: the confidence intervals of the KL and of the perplexity's relative
     increase over the parent's.
     """
@@ -40,16 +41,15 @@ def rows(
         baseline = states.get(state["baseline"]) if state["baseline"] else None
         row = {"state": name, "format": state["format"]}
         row |= {key: state[key] for key in ("perplexity", "kl", "kl_stderr", "top1", "size_on_disk", "bits_per_weight")}
-        same_text = len(state["windows"]["nll"]) == len(parent["windows"]["nll"])
-        increase = _paired.perplexity_increase(state, parent, sampling) if same_text else None
+        increase = _increase(state, parent, sampling)
         for key, estimate in (("kl", _paired.kl(state, sampling)), ("increase", increase)):
             row |= {f"{key}_low": estimate and estimate.low, f"{key}_high": estimate and estimate.high}
         row["increase"] = increase and increase.value
         row |= {"bits_per_parameter": state["bits_per_parameter"], "seconds": state["seconds"]}
         row["perplexity_recovered"] = row["kl_recovered"] = None
         if baseline and baseline is not state:
-            row["perplexity_recovered"] = _recovered(state, baseline, "perplexity", parent["perplexity"])
-            row["kl_recovered"] = _recovered(state, baseline, "kl", 0.0)
+            for key, lost in _lost(baseline, parent, sampling).items():
+                row[f"{key}_recovered"] = _recovered(state, baseline, key, parent[key]) if lost else None
         row["note"] = f"same tensors as {state['same_as']}" if state["same_as"] else ""
         found.append(row)
     empty = dict.fromkeys(found[0])
@@ -101,10 +101,22 @@ def latency(states: dict[str, dict[str, Any]], sampling: Sampling) -> list[dict[
     return found
 
 
+def _increase(state: dict[str, Any], parent: dict[str, Any], sampling: Sampling) -> Interval | None:
+    """Of the perplexity over the parent's; None where they were measured on different numbers of windows."""
+    same_text = len(state["windows"]["nll"]) == len(parent["windows"]["nll"])
+    return _paired.perplexity_increase(state, parent, sampling) if same_text else None
+
+
 def _recovered(state: dict[str, Any], baseline: dict[str, Any], key: str, ideal: float) -> float | None:
-    if state[key] is None or baseline[key] is None or baseline[key] <= ideal:
+    if state[key] is None or baseline[key] is None:
         return None
     return (baseline[key] - state[key]) / (baseline[key] - ideal)
+
+
+def _lost(baseline: dict[str, Any], parent: dict[str, Any], sampling: Sampling) -> dict[str, bool]:
+    """Whether a baseline has certainly lost something, in perplexity and in KL: its whole interval is above 0."""
+    found = {"perplexity": _increase(baseline, parent, sampling), "kl": _paired.kl(baseline, sampling)}
+    return {key: one is not None and one.low is not None and one.low > _paired.LEAST for key, one in found.items()}
 
 
 def text(table: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str, str]] = COLUMNS) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from transformers import AutoConfig
 
 from gate import _measure, divergence, lint, perplexity, stage
+from gate._bootstrap import Sampling
 from gate.stage import Exported, table
 
 ENGINES = ("vllm",)
@@ -146,3 +148,30 @@ def test_names_are_unique(tiny: SimpleNamespace) -> None:
     state = stage.plain_state("parent", tiny.parent)
     with pytest.raises(ValueError, match="different names"):
         stage.measure_all(state, [state], tiny.windows, Path("unused"))
+
+
+def test_nothing_is_recovered_of_a_loss_that_may_be_noise() -> None:
+    def state(nll: list[float], kl: list[float], baseline: str | None = None) -> dict[str, Any]:
+        mean = sum(nll) / len(nll)
+        numbers = {"nll": mean, "perplexity": math.exp(mean), "kl": sum(kl) / len(kl), "num_tokens": len(nll)}
+        windows = {"nll": nll, "kl": kl, "top1": [1] * len(nll)}
+        rest = dict.fromkeys(
+            ("kl_stderr", "size_on_disk", "bits_per_weight", "bits_per_parameter", "seconds", "same_as")
+        )
+        return {**numbers, **rest, "top1": 1.0, "windows": windows, "format": "x", "baseline": baseline}
+
+    own = [5.0, 6.0, 5.5, 6.2]
+    ours = state([4.9, 5.9, 5.45, 6.1], [0.05] * 4, "rtn")
+
+    def recovered(*rtn: Any) -> tuple[float | None, float | None]:
+        found = table.rows({"parent": state(own, [0.0] * 4), "rtn": state(*rtn), "ours": ours}, {}, Sampling())
+        return found[2]["perplexity_recovered"], found[2]["kl_recovered"]
+
+    noise = [own[0] + 0.1, own[1] - 0.05, own[2] + 0.05, own[3] - 0.05]
+    assert sum(noise) > sum(own), "it looks like a loss"
+    perplexity, kl = recovered(noise, [0.10, 0.11, 0.10, 0.11])
+    assert perplexity is None and kl == pytest.approx(1 - 0.05 / 0.105)
+    assert recovered([one - 0.1 for one in own], [0.0] * 4) == (None, None), "better than the parent, and equal to it"
+    assert recovered([one + 0.1 for one in own], [0.10, 0.0, 0.0, 0.0])[1] is None
+    perplexity, _ = recovered([one + 0.1 for one in own], [0.1] * 4)
+    assert perplexity is not None and perplexity > 1, "what is lost for certain is compared with"

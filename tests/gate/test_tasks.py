@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def test_a_continuation_is_right_when_greedy_decoding_gives_it(micro: Path, tmp_
         ({"context": "a", "choices": [" b"], "answer": 0}, "two or more"),
         ({"context": "a", "choices": [" b", " "], "answer": 0}, "at least one letter"),
         ({"context": "a" * 300, "continuation": " b"}, r"302 tokens are more than the model reads \(256\)"),
-        ({"context": "x", "continuation": "y"}, "mixes choices and continuations"),
+        ({"context": "x", "continuation": "y"}, "mixes examples scored by acc and acc_norm"),
     ],
 )
 def test_a_bad_example_is_named_with_its_line(micro: Path, tmp_path: Path, row: dict[str, Any], why: str) -> None:
@@ -149,7 +150,7 @@ def test_drops_are_judged_by_example() -> None:
 
 
 def test_lm_eval_that_is_not_installed_is_said(micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage._tasks._lm_eval.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     state = stage.plain_state("parent", micro)
     measured = {"states": {"parent": {"fingerprint": "x"}}}
     with pytest.raises(ValueError, match=r"pip install 'tare-llm\[eval\]'"):

@@ -174,9 +174,10 @@ CASES = [
     Case("an expert that is never chosen", "calibrate", expert_never_routed, code=0, good=named),
     Case(
         "a group size that does not divide",
-        "calibrate",
+        "plan",
         given("scheme.weights.group_size=48"),
         ("the group size does not fit 14 of 14 linears", "48 does not divide the 64 inputs of", "64, 32, 16, 8"),
+        code=2,
     ),
     Case(
         "inputs that are no multiple of what the kernel takes",
@@ -195,18 +196,20 @@ CASES = [
     ),
     Case(
         "a format for the head, which is never quantized",
-        "calibrate",
+        "plan",
         given("scheme.overrides={lm_head: {dtype: int8, group_size: 32}}"),
         (
             "scheme.overrides: 'lm_head' names no linear of this model that is ever quantized",
             "names look like model.layers.0.",
         ),
+        code=2,
     ),
     Case(
         "a pattern that names no layer",
-        "calibrate",
+        "plan",
         given("scheme.skip=['model.layers.7.*']"),
         ("scheme.skip: 'model.layers.7.*' names no linear of this model", "names look like"),
+        code=2,
     ),
     Case(
         "asymmetric weights for GPTQ's layout, where a zero point of 0 wraps around",
