@@ -22,6 +22,18 @@ from qat import manifest
 TICK = 0.01  # seconds: the grain of process start times
 
 
+def leave() -> None:
+    """Close the process group that stages opened, if any, when all ranks have come to the end of a run.
+
+    A process that just ends can take gloo's threads down in mid-air, and its exit code with them.
+    """
+    import torch  # not above: `tare plan` does without
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
 class RunError(RuntimeError):
     """A run that cannot go on, for a reason outside the stage's own work."""
 

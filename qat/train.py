@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from qat import manifest, pipeline, plan, report, serving
 from qat.job import Job
-from qat.ranks import RunError
+from qat.ranks import RunError, leave
 from qat.recipe import Recipe, RecipeError, load
 from qat.stages import Run, disown
 
@@ -51,7 +51,9 @@ def main(argv: list[str]) -> int:
         report.complain(str(error))
         return 2
     try:
-        return run(load(argv))
+        code = run(load(argv))
+        leave()
+        return code
     except RecipeError as error:
         report.complain(str(error))
         disown(argv, str(error))

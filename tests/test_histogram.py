@@ -80,6 +80,7 @@ def test_nothing_and_what_is_not_finite_are_refused() -> None:
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist
 from calibrate.inputs import InputStats
+from qat.ranks import leave
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo")
 x = torch.load(sys.argv[1])
@@ -88,7 +89,7 @@ for part in x[rank::2].split(7):
     stats.update(part)
 stats.reduce()
 torch.save((stats.num_tokens, stats.histogram.counts, stats.histogram.amax), f"{sys.argv[1]}.{rank}")
-dist.destroy_process_group()
+leave()
 """
 
 

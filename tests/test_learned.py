@@ -334,10 +334,11 @@ import sys, torch
 sys.path[:0] = [{root!r}]
 torch.distributed.init_process_group("gloo")
 from calibrate.round import learned
+from qat.ranks import leave
 from tests.test_learned import FORMATS, QUICK, task_of
 found = learned.block(task_of(FORMATS[0]), QUICK)
 torch.save({{name: tuple(q) for name, q in found.items()}}, sys.argv[1] + str(torch.distributed.get_rank()))
-torch.distributed.destroy_process_group()
+leave()
 """
 
 

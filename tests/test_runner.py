@@ -165,9 +165,11 @@ import sys, torch
 from pathlib import Path
 from accelerate import PartialState
 sys.path[:0] = [{root!r}]
+from qat.ranks import leave
 from tests.test_observe import INT4, WINDOWS, run
 PartialState(cpu=True)
 run(Path(sys.argv[1]), Path(sys.argv[2]), INT4, WINDOWS, range=sys.argv[3])
+leave()
 """
 
 

@@ -27,6 +27,7 @@ from transformers import AutoConfig
 from qat import loop
 from qat.artifact import Artifact
 from qat.model import Model
+from qat.ranks import leave
 from qat.sections import Train
 from qat.shard import Shard
 from qat.student import Student
@@ -62,6 +63,7 @@ history = loop.train(accelerator, teacher, student, windows, out, how, micro_bat
 if accelerator.is_main_process:
     deltas = {kind: p.tolist() for kind, p in student.delta.items()}
     print("SAID", json.dumps({"held": held, "history": history, "deltas": deltas}))
+leave()
 """
 
 
