@@ -120,6 +120,12 @@ def release(place: Place) -> Path:
     return next((place.folder / "runs/demo").glob("release-*/*/config.json")).parent
 
 
+def push(place: Place, command: str) -> None:
+    """The dry run: no test reaches a hub."""
+    assert "[--dry-run]" in command
+    assert "model.safetensors" in place.tare("push", str(release(place)), "owner/name", "--dry-run")
+
+
 def recovery(place: Place, command: str) -> None:
     """Hours, and a model that is fetched: its recipe is read with other texts, its methods are known."""
     words = shlex.split(command)[2:]
@@ -149,6 +155,7 @@ COMMANDS: dict[str, Callable[[Place, str], None]] = {
     ".venv/bin/tare verify DIR ...": verify,
     ".venv/bin/python benchmarks/recovery.py recipe=smollm2_int4.yaml": recovery,
     ".venv/bin/tare lint DIRECTORY": lint,
+    ".venv/bin/tare push RELEASE_DIR OWNER/NAME": push,
     ".venv/bin/tare serve RELEASE": serve,
 }
 
