@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import regex
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
@@ -27,6 +27,7 @@ InputQuant = Literal["token", "int8-token", "group"] | Tensor | None
 BLOCK = 128
 COMP = ".comp_bias"
 FLOATS = ("F16", "BF16", "F32")
+SECONDS = 0.5  # for a regular expression of a config, on one name
 
 
 class Shape(BaseModel):
@@ -243,11 +244,19 @@ class Export(ABC):
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether a regular expression of a config fits the beginning of a name. Raises ValueError when it is none."""
+    """Whether a regular expression of a config fits the beginning of a name.
+
+    Raises ValueError when it is none, or one that tries so many ways that it would keep a reader busy for ever.
+    """
     try:
-        return re.match(pattern, name) is not None
-    except (re.error, OverflowError, RecursionError) as error:
+        return regex.match(pattern, name, timeout=SECONDS) is not None
+    except (regex.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{pattern!r} in the quantization config is no regular expression: {error}") from error
+    except TimeoutError as error:
+        raise ValueError(
+            f"{pattern!r} in the quantization config takes over {SECONDS} s to be compared with {name}; name the "
+            "modules, or use a simpler pattern"
+        ) from error
 
 
 def unpack_nibbles(words: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:

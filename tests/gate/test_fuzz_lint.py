@@ -181,3 +181,13 @@ def test_json_that_is_meant_to_break_readers(sound: dict[str, Path], file: str, 
     folder = copied(sound["dense" if file == INDEX else "modelopt"])
     replace(folder / file, text.encode())
     assert check(folder)
+
+
+@pytest.mark.parametrize("pattern", [r"((\w|\.)+)+[!?]", r"(?:(.)|(..)|(...))*\b\B$"])  # of both, re has no end
+def test_a_pattern_that_would_never_end(sound: dict[str, Path], pattern: str) -> None:
+    folder = copied(sound["compressed_tensors"])
+    value = json.loads((folder / "config.json").read_text())
+    value["quantization_config"]["ignore"] = [f"re:{pattern}"]
+    replace(folder / "config.json", json.dumps(value).encode())
+    faults = [str(fault) for fault in check(folder)]
+    assert any("takes over 0.5 s" in fault for fault in faults) == pattern.endswith("$")
