@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from gate._bootstrap import Interval, Sampling, interval
+from gate._bootstrap import Interval, Sampling, interval, unchanged
 
 LEAST = math.nextafter(0, 1)
 
@@ -42,10 +42,17 @@ def perplexity_increase(measured: dict[str, Any], parent: dict[str, Any], sampli
     return found.map(lambda x: math.expm1(min(x, 700.0))) if found else None
 
 
-def gain(task: dict[str, Any], parent: dict[str, Any], sampling: Sampling) -> Interval:
-    """Mean score on a task less the parent's, paired by example. Raises ValueError for different numbers of them."""
-    pairs = zip(task["scores"], parent["scores"], strict=True)
-    return interval([ours - theirs for ours, theirs in pairs], sampling)
+def gain(name: str, measured: dict[str, Any], parent: dict[str, Any], sampling: Sampling) -> Interval:
+    """Mean score on the task `name` less the parent's, paired by example.
+
+    Of a state that computes what the parent computes (KL 0) it is 0 and nothing is left to chance. Else, where no
+    score changed, the interval is what so many examples can have missed. Raises ValueError for different numbers.
+    """
+    pairs = zip(measured["tasks"][name]["scores"], parent["tasks"][name]["scores"], strict=True)
+    changes = [ours - theirs for ours, theirs in pairs]
+    if any(changes) or measured["kl"] == 0:
+        return interval(changes, sampling)
+    return unchanged(len(changes), sampling)
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float], sampling: Sampling) -> Interval:
@@ -57,7 +64,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float], sampling: Sampling) ->
 def negated(found: Interval) -> Interval:
     """The estimate and its interval with the other sign."""
     low, high = (None if end is None else -end for end in (found.high, found.low))
-    return Interval(-found.value, low, high, found.examples)
+    return found._replace(value=0.0 - found.value, low=low, high=high)  # not -0.0
 
 
 def _mean(measured: dict[str, Any], sums: list[float | None], sampling: Sampling) -> Interval | None:

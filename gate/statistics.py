@@ -51,22 +51,16 @@ def anomalies(
             "model is not that much better: look for evaluation text in its training, or a wrong parent"
         )
     for name, task in measured.get("tasks", {}).items():
-        yield from _of_task(name, task, parent["tasks"][name], options, sampling)
-
-
-def _of_task(
-    name: str, task: dict[str, Any], parent: dict[str, Any], options: Options, sampling: Sampling
-) -> Iterator[str]:
-    if len(task["scores"]) != len(parent["scores"]):
-        ours, theirs = len(task["scores"]), len(parent["scores"])
-        yield f"{name} was answered for {ours} examples, by the parent for {theirs}: the two cannot be compared"
-        return
-    gain = _paired.gain(task, parent, sampling)
-    if gain.low is not None and gain.low > options.max_gain:
-        yield (
-            f"{name} is {gain.value:.2%} better than the parent (at least {gain.low:.2%}); a compressed model is not "
-            "that much better: look for its examples in the training text"
-        )
+        ours, theirs = len(task["scores"]), len(parent["tasks"][name]["scores"])
+        if ours != theirs:
+            yield f"{name} was answered for {ours} examples, by the parent for {theirs}: the two cannot be compared"
+            continue
+        gain = _paired.gain(name, measured, parent, sampling)
+        if gain.low is not None and gain.low > options.max_gain:
+            yield (
+                f"{name} is {gain.value:.2%} better than the parent (at least {gain.low:.2%}); a compressed model is "
+                "not that much better: look for its examples in the training text"
+            )
 
 
 def _text(windows: int, tokens: int) -> str:

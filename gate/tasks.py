@@ -47,7 +47,7 @@ def judge(measured: dict[str, Any], parent: dict[str, Any], options: Options, sa
     for name, task in measured["tasks"].items():
         if options.max_drop is not None:
             own = parent["tasks"][name]
-            gain = _paired.gain(task, own, sampling)
+            gain = _paired.gain(name, measured, parent, sampling)
             drop = _paired.negated(gain)
             text = f"{name}: {task['metric']} {task['score']:.2%}, the parent's {own['score']:.2%}: a drop of {{value}}"
             checks.append(estimated(f"tasks.{name}.max_drop", drop, options.max_drop, "+.2%", text, "examples"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gate import _paired, divergence, perplexity, size, statistics
-from gate._bootstrap import Interval, Sampling, interval, needed, student_t
+from gate._bootstrap import Interval, Sampling, interval, needed, student_t, unchanged
 from gate._measure import Measurement
 from gate.stage import Exported, verdict
 
@@ -57,9 +57,23 @@ def test_student_as_in_the_tables(freedom: int, t: float) -> None:
     assert student_t(0.975, freedom) == pytest.approx(t, abs=6e-4)
 
 
+@pytest.mark.parametrize("count", [1, 2, 40, 528])
+@pytest.mark.parametrize("confidence", [0.9, 0.99])
+def test_what_is_unseen_is_as_likely_as_the_confidence_leaves(count: int, confidence: float) -> None:
+    """A share of changes at the end of the interval shows none in `count` draws with the probability of a tail."""
+    found = unchanged(count, Sampling(confidence))
+    assert found.value == 0 and found.high is not None and found.low == -found.high
+    assert (1 - found.high) ** count == pytest.approx((1 - confidence) / 2)
+    for bound in (0.001, 0.02, found.high):
+        enough = needed(found, bound)
+        assert enough is not None
+        high = [unchanged(n, Sampling(confidence)).high or 1 for n in (enough - 1, enough, enough + 1) if n]
+        assert high[-1] <= bound * (1 + 1e-9) and high[0] >= bound * (1 - 1e-9)
+
+
 def test_degenerate_intervals() -> None:
-    assert interval([0.3] * 7, QUICK) == (0.3, 0.3, 0.3, 7)
-    assert interval([2.0], QUICK) == (2.0, None, None, 1)
+    assert interval([0.3] * 7, QUICK) == (0.3, 0.3, 0.3, 7, False)
+    assert interval([2.0], QUICK) == (2.0, None, None, 1, False)
     for wrong in ([], [1.0, math.nan]):
         with pytest.raises(ValueError, match="finite values"):
             interval(wrong, QUICK)

@@ -133,9 +133,9 @@ def test_tasks_are_remembered_by_content(micro: Path, tmp_path: Path, monkeypatc
 
 
 def test_drops_are_judged_by_example() -> None:
-    def state(right: int) -> dict[str, Any]:
-        scores = [1.0] * right + [0.0] * (400 - right)
-        return {"tasks": {"t": {"metric": "acc", "score": right / 400, "scores": scores}}}
+    def state(right: int, kl: float = 0.1, count: int = 400) -> dict[str, Any]:
+        scores = [1.0] * right + [0.0] * (count - right)
+        return {"kl": kl, "tasks": {"t": {"metric": "acc", "score": right / count, "scores": scores}}}
 
     def outcome(ours: int, max_drop: float) -> str:
         options = tasks.Options(max_drop=max_drop)
@@ -143,7 +143,15 @@ def test_drops_are_judged_by_example() -> None:
         assert check.name == "tasks.t.max_drop" and check.value == pytest.approx((300 - ours) / 400)
         return check.outcome
 
-    assert outcome(300, 0.0) == "passed"
+    assert [outcome(300, bound) for bound in (0.0, 0.01, 0.02)] == ["undecided", "undecided", "passed"]
+    bound, sampling = tasks.Options(max_drop=0.01), Sampling()
+    (few,) = tasks.judge(state(1, count=2), state(1, count=2), bound, sampling)
+    assert few.outcome == "undecided" and few.needed is not None and 500 < few.needed < 550
+    for count, says in ((few.needed - 5, "undecided"), (few.needed, "passed")):
+        (check,) = tasks.judge(state(1, count=count), state(1, count=count), bound, sampling)
+        assert check.outcome == says, "what would decide does"
+    (copy,) = tasks.judge(state(1, kl=0.0, count=2), state(1, count=2), tasks.Options(max_drop=0.0), sampling)
+    assert copy.outcome == "passed" and copy.value == 0, "a copy of the parent computes what it computes"
     assert [outcome(280, bound) for bound in (0.01, 0.05, 0.10)] == ["failed", "undecided", "passed"]
     assert outcome(310, 0.0) == "passed"
     assert tasks.judge(state(1), state(300), tasks.Options(), Sampling()) == []
