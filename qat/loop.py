@@ -100,7 +100,9 @@ def train(
     best: dict[str, Tensor] = {}
 
     def validate() -> float:
-        return evaluate(teacher, student, held, len(training))
+        # the mean, as it decides whether training ends: ranks that disagree in the last bit would wait for each other
+        own = evaluate(teacher, student, held, len(training))
+        return average(accelerator, {}, torch.tensor(own, device=student.device))
 
     with student.ends():
         student.refresh()

@@ -158,6 +158,8 @@ def versions() -> dict[str, str]:
 
 def seeds(value: Any, path: str = "") -> dict[str, int]:
     """Every `seed` of a dumped recipe by dotted path."""
+    if isinstance(value, list):
+        value = dict(enumerate(value))
     if not isinstance(value, dict):
         return {}
     found = {f"{path}{key}": inner for key, inner in value.items() if key == "seed"}

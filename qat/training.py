@@ -65,10 +65,13 @@ def run(
     teacher = teacher_of(train, model, corpus, out, accelerator, micro)
     shard = None if mesh is None else Shard(mesh, "norm" in learn)
     student = Student(model, Artifact(artifact_folder), learn, slots, shard)
-    with student.ends():
-        checkpointed = (
-            blocks_to_checkpoint(student, micro, train.length) if train.checkpoint == "auto" else train.checkpoint
-        )
+    if train.checkpoint == "auto":
+        with student.ends():
+            own = blocks_to_checkpoint(student, micro, train.length)
+        # the most that a rank needs, as blocks that are split are gathered by all ranks in one order
+        checkpointed = int(accelerator.gather(torch.tensor([own], device=device)).max())
+    else:
+        checkpointed = train.checkpoint
     graph = train.cuda_graph
     if graph == "auto":
         graph = device.type == "cuda" and model.arch.experts is None and not sharded  # whose kernels depend on the data

@@ -246,3 +246,20 @@ def test_what_the_launcher_cannot_do(
     )
     with pytest.raises(ValueError, match=why):
         bench.train(tmp_path, accelerator, **changes)
+
+
+def test_ranks_that_measure_different_numbers_end_together(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = iter([4.0, 3.0, 2.0, 2.0, 2.0])  # of this rank; the other one's are twice as large
+    monkeypatch.setattr(loop, "evaluate", lambda *_: next(measured))
+    accelerator = SimpleNamespace(
+        num_processes=2,
+        process_index=0,
+        gradient_accumulation_steps=1,
+        is_main_process=True,
+        reduce=lambda flat, reduction: flat * 1.5 if len(flat) == 1 else flat,
+    )
+    history = bench.train(tmp_path, accelerator, enough=3.1, validate_every=1)[1]
+    assert history["validation"] == [[1, 4.5], [2, 3.0]] and history["ended"]
+    assert history["validation_start"] == 6.0

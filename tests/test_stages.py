@@ -62,6 +62,7 @@ def test_the_manifest_says_what_a_result_depends_on(fake_root: Path) -> None:
     assert found["files"] == {"out/file.txt": {"sha256": expected, "size": 1}}
     assert Recipe.model_validate(found["recipe"]) == recipe
     assert found["seeds"] == {"data.calibration.seed": 0, "data.evaluation.seed": None, "train.seed": 0}
+    assert manifest.seeds({"train": [{"seed": 1}, {"steps": 2, "seed": 3}]}) == {"train.0.seed": 1, "train.1.seed": 3}
     assert found["versions"]["python"] == sys.version.split()[0]
     assert 0 <= found["seconds"] < 60 and 0.01 < found["peak_rss_gb"] < 100
     assert str(fake_root) not in json.dumps(found)
