@@ -30,8 +30,8 @@ from calibrate.streams import STATES, TOKEN_WEIGHTS, Streams
 from qat import coverage, plugins
 from qat.artifact import REST, block_file, check_finite, is_whole, read_block, save_tensors, write_meta
 from qat.checkpoint import Tensors
+from qat.index import side_files
 from qat.model import Model
-from qat.parent import side_files
 from qat.scheme import Scheme, Section
 from qat.sections import ANSWERS
 

@@ -22,7 +22,7 @@ from export._layers import Layer, by_number, layers, stored
 from export.carrier import Carrier, keep_tokenizer
 from qat.artifact import CACHE_SCALES, Artifact
 from qat.checkpoint import INDEX
-from qat.parent import side_files
+from qat.index import side_files
 
 CODE_OF = {  # in the order in which the library lays tensors out: a wide one first, so that each is aligned
     torch.int64: "I64",

@@ -1,4 +1,4 @@
-"""The index of a sharded checkpoint: which file holds which tensor. Loads no torch."""
+"""Which files make a checkpoint: the index of its shards, and what lies beside the weights. Loads no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from pathlib import Path
 from qat.manifest import read_json
 
 INDEX = "model.safetensors.index.json"
+# what travels with a checkpoint beside its weights
+SIDE_FILES = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+              "vocab.*", "merges.txt", "chat_template*", "*.model", "LICENSE*", "NOTICE*", "USE_POLICY*")  # fmt: skip
+CODE = (".py", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".ckpt", ".joblib")  # whoever loads one runs what is in it
 
 
 def weight_map(index: Path) -> dict[str, str]:
@@ -18,3 +22,19 @@ def weight_map(index: Path) -> dict[str, str]:
         if Path(file).name != file:
             raise ValueError(f"{index} points to {file!r}, outside its folder; shards must lie beside the index")
     return found
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint that decide results or are passed on with them, sorted."""
+    index = folder / INDEX
+    if index.is_file():
+        weights = {folder / name for name in weight_map(index).values()}
+    else:
+        weights = set(folder.glob("*.safetensors"))
+    return sorted(weights | {path for pattern in SIDE_FILES for path in folder.glob(pattern) if path.is_file()})
+
+
+def side_files(folder: Path) -> list[Path]:
+    """Config, tokenizer and licence files of a checkpoint folder, sorted by name; no code, and no pickles."""
+    found = {path for pattern in SIDE_FILES for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path for path in found if path.suffix not in CODE)

@@ -15,7 +15,7 @@ from typing import Any
 
 from qat import plugins, serving
 from qat.arguments import KEYWORDS
-from qat.index import INDEX, weight_map
+from qat.index import model_files
 from qat.recipe import BOUNDS, Recipe
 from qat.sections import ANSWERS
 from qat.stages import kind, stage_key
@@ -158,17 +158,6 @@ def inputs(recipe: Recipe, parent: Path, hash_of: Callable[[Path], str]) -> dict
         if tasks is not None:
             root["held_out"] |= {"offline": sorted(root["tasks"].values()), "lm_eval": sorted(tasks["lm_eval"])}
     return root
-
-
-def model_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint that decide results: its weights, config and tokenizer, sorted."""
-    index = folder / INDEX
-    if index.is_file():
-        weights = {folder / name for name in weight_map(index).values()}
-    else:
-        weights = set(folder.glob("*.safetensors"))
-    patterns = ("config.json", "tokenizer*", "vocab.*", "merges.txt", "*.model", "special_tokens_map.json")
-    return sorted(weights | {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
 def parent_cache(recipe: Recipe) -> Path:

@@ -21,15 +21,11 @@ from transformers.utils.logging import disable_progress_bar
 from qat import fits, report
 from qat.arch import Arch, arch_of, find
 from qat.checkpoint import SafetensorsFolder
+from qat.index import SIDE_FILES
 from qat.manifest import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "recipes" / "demo" / "model"
-# what travels with a checkpoint beside its weights
-SIDE_FILES = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-              "vocab.*", "merges.txt", "chat_template*", "*.model", "LICENSE*", "NOTICE*", "USE_POLICY*")  # fmt: skip
-
-CODE = (".py", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".ckpt", ".joblib")  # whoever loads one runs what is in it
 
 
 @dataclass(frozen=True)
@@ -69,10 +65,6 @@ class Parent:
                 f"the tokenizer files of {self.folder} make no tokenizer: {type(error).__name__}: {one_line(error)}; "
                 "fetch them again"
             ) from error
-
-    def files(self) -> list[Path]:
-        """The files whose content decides the results: weights, config, tokenizer."""
-        return [self.folder / f for f in self.tensors.files()] + side_files(self.folder)
 
     def check(self) -> Parent:
         """Raise ValueError for an unknown architecture, an already quantized model, bad shards or no tokenizer.
@@ -120,12 +112,6 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 def one_line(error: Exception) -> str:
     """An error of another library as one line, cut where it becomes a page."""
     return " ".join(str(error).split())[:300]
-
-
-def side_files(folder: Path) -> list[Path]:
-    """Config, tokenizer and licence files of a checkpoint folder, sorted by name; no code, and no pickles."""
-    found = {p for pattern in SIDE_FILES for p in folder.glob(pattern) if p.is_file()}
-    return sorted(path for path in found if path.suffix not in CODE)
 
 
 def open_parent(source: str, revision: str | None, trust_remote_code: bool, cache: Path) -> Parent:

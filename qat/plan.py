@@ -16,6 +16,7 @@ import yaml
 
 from qat import coverage, manifest, outline, report, serving, sizes
 from qat.arch import arch_of
+from qat.index import model_files
 from qat.outline import Step
 from qat.recipe import Recipe, RecipeError, load
 from qat.sizes import Sizes
@@ -137,7 +138,7 @@ def make(recipe: Recipe) -> Plan:
     if folder is not None:
         check_scheme(recipe, folder)
     root = _root(recipe, folder, memory, notes)
-    steps = outline.outline(recipe, root or dict.fromkeys(("parent", "calibration", "training", "evaluation")))
+    steps = outline.outline(recipe, root or dict.fromkeys(("parent", *outline.TEXTS, "tasks")))
     keys = outline.keys(steps) if root else [None] * len(steps)
     variants = dict(recipe.by_variant)
     rows, seen = [], set()
@@ -194,7 +195,7 @@ def _root(recipe: Recipe, folder: Path | None, memory: manifest.Fingerprints, no
     if folder is None:
         return None
     texts = [Path(part["source"]) for part in map(recipe.model_dump()["data"].get, outline.TEXTS) if part]
-    unread = [p for p in [*outline.model_files(folder), *texts] if p.is_file() and memory.remembered(p) is None]
+    unread = [p for p in [*model_files(folder), *texts] if p.is_file() and memory.remembered(p) is None]
     if sum(path.stat().st_size for path in unread) > HASH_AT_ONCE:
         notes.append(
             f"{len(unread)} input files were not hashed yet; which stages are reused is known after the first run"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from qat.index import model_files
 from qat.manifest import read_json
-from qat.outline import model_files
 
 # bytes of GGUF's fixed-size metadata types by their number; 8 is a string, 9 an array (GGUF specification, version 3)
 GGUF_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}

@@ -99,6 +99,14 @@ def test_where_a_text_lies_does_not_matter_but_its_bytes_do(fake_root: Path) -> 
     assert root("training.txt") == root("copy.txt") != root("other.txt")
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "added_tokens.json", "generation_config.json", "LICENSE"])
+def test_what_travels_with_the_weights_decides_the_keys(fake_root: Path, name: str) -> None:
+    recipe, model = load(["recipe=small.yaml"]), fake_root / "recipes/demo/model"
+    before = outline.inputs(recipe, model, manifest.hash_file)
+    (model / name).write_text("{}")
+    assert outline.inputs(recipe, model, manifest.hash_file) != before
+
+
 def test_variants_and_until_shape_the_outline(fake_root: Path) -> None:
     names = list(keys_of("variants={a: {train: null}, b: {export: {formats: [awq, dense]}}}"))
     assert names == [
