@@ -69,14 +69,17 @@ class RankLog:
             said = {"pid": os.getpid(), "host": socket.gethostname(), "entries": self.entries, "error": error}
             manifest.write_json(self.path, said)
 
-    def wait(self, index: int, key: str, state: str | None = None) -> dict[str, Any]:
-        """Entry `index` once rank 0 has written it, in `state` if given. RunError when rank 0 failed or is gone."""
+    def wait(self, index: int, key: str | None, state: str | None = None) -> dict[str, Any]:
+        """Entry `index` once rank 0 has written it, in `state` if given.
+
+        RunError when it has another key (None takes any), and when rank 0 failed or is gone.
+        """
         pause = 0.02
         while True:
             said = self._read()
             entries = said["entries"] if said else []
             if index < len(entries):
-                if entries[index]["key"] != key:
+                if key not in (None, entries[index]["key"]):
                     raise RunError(
                         f"rank {self.rank} is at stage {key}, rank 0 at {entries[index]['key']}: the ranks read "
                         "different recipes or files; start all of them with the same command on a shared disk"

@@ -243,10 +243,13 @@ class Run:
     def _follow(
         self, name: str, variant: str | None, key: str, path: Path, work: Callable[[Path], dict[str, Any]] | None
     ) -> Stage:
-        entry = self._log.wait(len(self.stages), key)
+        # what rank 0 makes alone may depend on its machine (gate.latency), and so does the key
+        expected = key if work else None
+        entry = self._log.wait(len(self.stages), expected)
         if entry["state"] == "working" and work:
             work(path.with_name(path.name + PARTIAL))
-        entry = self._log.wait(len(self.stages), key, "done")
+        entry = self._log.wait(len(self.stages), expected, "done")
+        key, path = entry["key"], self.folder / f"{name}-{entry['key']}"
         found = manifest.read(path)
         if found is None:
             raise RunError(f"rank 0 finished {path}, but rank {self.rank} does not see it: output needs a shared disk")

@@ -33,7 +33,8 @@ STAGES = {
 def run(recipe: Recipe) -> int:
     """All stages of a recipe; returns the exit code. summary.json in the run's folder says what came of it."""
     with Run(recipe) as folder:
-        serving.check(recipe)
+        if folder.rank == 0:  # which is the one that serves
+            serving.check(recipe)
         job = Job(folder, pipeline.task_texts)
         plan.check_disk(plan.make(recipe), recipe)  # now that the parent is here and was found good
         for index, step in enumerate(job.steps):

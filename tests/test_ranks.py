@@ -34,8 +34,10 @@ def together(partial):
     while rank == 0 and not (partial / "rank1").exists(): time.sleep(0.01)
     return {}
 with Run(load(["recipe=small.yaml", *sys.argv[2:]])) as run:
-    one = run.stage("calibrate", content={"rank": rank} if mode == "differ" else {}, work=alone)
-    if mode == "differ": sys.exit()
+    if mode == "differ":
+        run.stage("train", content={"rank": rank}, work=alone, everyone=True)
+        sys.exit()
+    one = run.stage("calibrate", content={"machine": rank}, work=alone)
     two = run.stage("train", content={}, parents=[one], work=together, everyone=True)
 print(rank, one.reused, sorted(two.manifest["files"]), two.reused)
 """
