@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from qat.manifest import redact
 from qat.scheme import did_you_mean
 
 KEYWORDS = ("demo", "micro")  # model sources that are no path
-LARGEST, DEEPEST = 10_000, 50  # values in a recipe, levels of them
+LARGEST = 10_000  # values in a recipe
 FILE_SUFFIXES = {".gguf", ".txt", ".jsonl", ".parquet", ".xz", ".gz", ".safetensors"}
 
 
@@ -28,73 +28,45 @@ class RecipeError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars; a repeated key is an error, and so is nesting that only slows the scanner down."""
-
-    def fetch_flow_collection_start(self, token: Any) -> None:
-        self._check_depth(self.flow_level)
-        super().fetch_flow_collection_start(token)
-
-    def add_indent(self, column: int) -> bool:
-        self._check_depth(len(self.indents))
-        return super().add_indent(column)
-
-    def _check_depth(self, depth: int) -> None:
-        if depth > DEEPEST:
-            raise RecipeError(f"line {self.line + 1} is nested deeper than {DEEPEST} levels")
+    """YAML 1.2 scalars; a repeated key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
-            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
-            if not isinstance(key, Hashable):
-                raise RecipeError(f"{key!r} in line {line} stands where a key is expected")
-            if key_node.tag != "tag:yaml.org,2002:merge" and seen.setdefault(key, line) != line:
-                raise RecipeError(f"{key!r} stands twice, in line {seen[key]} and in line {line}; keep one")
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == f"{TAG}merge":
+                continue
+            key, line = self.construct_object(key_node), key_node.start_mark.line + 1
+            if key in seen:
+                raise yaml.YAMLError(f"{key!r} stands twice, in line {seen[key]} and in line {line}; keep one")
+            seen[key] = line
         return super().construct_mapping(node, deep)
 
 
-def _float(text: str) -> float:
-    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-
-
-def _scalar(kind: str, read: Callable[[str], Any]) -> Callable[[_Loader, yaml.ScalarNode], Any]:
-    def construct(loader: _Loader, node: yaml.ScalarNode) -> Any:
-        text = str(loader.construct_scalar(node))
-        try:
-            return read(text)
-        except (ValueError, KeyError) as error:
-            raise RecipeError(f"{text[:40]!r} in line {node.start_mark.line + 1} is no {kind}") from error
-
-    return construct
-
-
 TAG = "tag:yaml.org,2002:"
-# nothing else can be constructed: no dates, no sets, no objects
-_Loader.yaml_constructors = {
-    f"{TAG}{kind}": yaml.SafeLoader.yaml_constructors[f"{TAG}{kind}"] for kind in ("str", "seq", "map")
-} | {None: yaml.SafeLoader.yaml_constructors[None]}
+# no dates, no sets, no objects
+KNOWN = (None, *(f"{TAG}{kind}" for kind in ("str", "seq", "map", "bool", "float", "null")))
+_Loader.yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in KNOWN}
+_Loader.add_constructor(f"{TAG}int", lambda loader, node: int(str(loader.construct_scalar(node))))  # 007 is seven
 _Loader.yaml_implicit_resolvers = {}
-for _kind, _pattern, _first, _read in (
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: {"true": True, "false": False}[text.lower()]),
-    ("int", r"[-+]?[0-9]+", "-+0123456789", int),
+for _kind, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
     (
         "float",
         r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
         "-+.0123456789",
-        _float,
     ),
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""], {"": None, "~": None, "null": None}.__getitem__),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", r"<<", "<"),
 ):
     _Loader.add_implicit_resolver(f"{TAG}{_kind}", re.compile(rf"^(?:{_pattern})$"), list(_first))
-    _Loader.add_constructor(f"{TAG}{_kind}", _scalar(_kind, _read))
-_Loader.add_implicit_resolver(f"{TAG}merge", re.compile("^<<$"), ["<"])
 
 
 def read_yaml(text: str) -> Any:
     """The value of a YAML text. Raises RecipeError with the place of a mistake."""
     try:
         value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, KeyError, RecursionError) as error:  # such as `!!int x`, `!!bool x`, [[[[...
         raise RecipeError("not YAML: " + " ".join(str(error).split())) from error
     _check_extent(value)
     return value

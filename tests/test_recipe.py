@@ -193,6 +193,7 @@ def test_errors_of_a_variant_carry_its_path_and_those_of_the_base_come_once(fake
 def test_files_that_are_no_recipe(fake_root: Path) -> None:
     for text, words in [
         ("a: 1\nb: 2\na: 3\n", "'a' stands twice, in line 1 and in line 3"),
+        ("a: {b: 1, b: 2}\n", "'b' stands twice, in line 1 and in line 1"),
         ("- 1\n", "holds a list, not a mapping"),
         ("", "holds a NoneType, not a mapping"),
         ("a: [1\n", "not YAML"),
