@@ -17,7 +17,7 @@ from qat import plugins, serving
 from qat.arguments import KEYWORDS
 from qat.index import model_files
 from qat.recipe import BOUNDS, Recipe
-from qat.sections import ANSWERS
+from qat.sections import ANSWERS, text_kind
 from qat.stages import kind, stage_key
 
 TEXTS, WINDOWS = ("calibration", "training", "evaluation"), ("sequences", "length", "seed")
@@ -147,8 +147,8 @@ def inputs(recipe: Recipe, parent: Path, hash_of: Callable[[Path], str]) -> dict
         if section is not None:
             path = Path(section["source"])
             root[part] = {**section, "source": section["source"]}
-            if path.is_file():  # the ending says how the bytes are read
-                root[part] |= {"source": hash_of(path), "kind": "".join(path.suffixes[-2:])}
+            if path.is_file():
+                root[part] |= {"source": hash_of(path), "kind": text_kind(path.name)}
     tasks = (recipe.model_dump()["gate"] or {}).get("tasks")
     if tasks is not None:
         root["tasks"] = {name: hash_of(Path(path)) for name, path in tasks["offline"].items()}

@@ -61,7 +61,14 @@ class ModelSource(Section):
     trust_remote_code: bool = Field(False, description="run code that the model's folder brings along")
 
 
-TEXT_FILES = {".txt", ".jsonl", ".parquet", ".xz", ".gz"}
+PACKED = {".xz", ".gz"}
+TEXT_FILES = {".txt", ".jsonl", ".parquet", *PACKED}
+
+
+def text_kind(source: str) -> str:
+    """How the bytes of a text file are read: `.jsonl` of a.jsonl and of a.jsonl.gz."""
+    path = Path(source)
+    return (Path(path.stem).suffix if path.suffix in PACKED else "") or path.suffix
 
 
 class Text(Section):
@@ -82,12 +89,16 @@ class Text(Section):
     )
 
     @model_validator(mode="after")
-    def _of_the_hub(self) -> Text:
+    def _without_effect(self) -> Text:
+        lines = []
         if Path(self.source).suffix in TEXT_FILES:
-            given = [key for key in ("split", "config", "revision", "stream") if getattr(self, key)]
             why = f"is for hub datasets, and {self.source} is a file: leave it out"
-            if given:
-                raise problems("Text", [problem((key,), why) for key in given])
+            given = [key for key in ("split", "config", "revision", "stream") if getattr(self, key)]
+            lines = [problem((key,), why) for key in given]
+        if self.column and text_kind(self.source) == ".txt":
+            lines.append(problem(("column",), f"{self.source} is plain text, which has none: leave it out"))
+        if lines:
+            raise problems("Text", lines)
         return self
 
 

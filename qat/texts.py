@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
-from qat.sections import TEXT_FILES, Text
+from qat.sections import TEXT_FILES, Text, text_kind
 
 OPENERS = {".xz": lzma.open, ".gz": gzip.open}
 COLUMNS = ("text", "messages")  # looked for, in this order, where data.<part>.column is not given
@@ -48,7 +48,7 @@ def pieces(text: Text, tokenizer: Any = None) -> Iterator[Piece]:
 
 def _all(text: Text, tokenizer: Any) -> Iterator[Piece]:
     path = Path(text.source)
-    kind = path.suffixes[-2] if path.suffix in OPENERS and len(path.suffixes) > 1 else path.suffix
+    kind = text_kind(text.source)
     opener: Any = OPENERS.get(path.suffix, open)
     if not path.is_file():
         yield from (_piece(row, text, tokenizer, where) for where, row in _hub_rows(text))

@@ -352,3 +352,9 @@ def test_a_dataset_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_keys_of_the_hub_have_no_effect_on_a_file(key: str) -> None:
     with pytest.raises(ValidationError, match=rf"(?s){key}.*is for hub datasets, and a\.jsonl is a file"):
         Text.model_validate({"source": "a.jsonl", key: True if key == "stream" else "x"})
+
+
+@pytest.mark.parametrize("source", ["a.txt", "a.txt.xz"])
+def test_plain_text_has_no_columns(source: str) -> None:
+    with pytest.raises(ValidationError, match="is plain text, which has none"):
+        Text.model_validate({"source": source, "column": "text"})
