@@ -162,7 +162,7 @@ def compare(
         report.complain(str(error))
         raise typer.Exit(2) from None
     except (ValueError, OSError) as error:
-        report.complain(f"{type(error).__name__}: {manifest.redact(str(error))}")
+        report.complain(manifest.told(error))
         raise typer.Exit(1) from None
 
 

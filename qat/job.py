@@ -71,14 +71,14 @@ class Job:
         Raises ValueError when evaluation text is also calibration or training text. Every stage that reads text asks,
         as those before it may be an earlier run's, on other texts.
         """
-        used = {"calibration": self.calibration.windows}
+        used = [("calibration", self.calibration.windows)]
         for length in sorted({train.length for _, one in self.recipe.by_variant for train in one.trainings}):
-            used["training"] = self.training(length).windows
-            loop.split_validation(used["training"])
+            used.append(("training", self.training(length).windows))
+            loop.split_validation(used[-1][1])
         if self.recipe.gate is None:
             return
         judged = {tuple(row.tolist()) for row in self.evaluation.windows}
-        for part, rows in used.items():
+        for part, rows in used:
             same_file = self.root[part] and self.root[part]["source"] == self.root["evaluation"]["source"]
             if same_file or any(tuple(row.tolist()) in judged for row in rows):
                 raise ValueError(

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         report.complain(str(error))
         return 2
     except (ValueError, RunError, FloatingPointError, OSError) as error:
-        report.complain(f"{type(error).__name__}: {manifest.redact(str(error))}")
+        report.complain(manifest.told(error))
         return 1
 
 

@@ -42,8 +42,8 @@ def data(job: Job, verdict: dict[str, Any] | None, status: str) -> dict[str, Any
             continue
         show_stage(said, variant, step.name, stage.path, stage.metrics)
         if counts := stage.metrics.get("overlap"):
-            part = TEXT_OF[step.kind]
-            said["facts"].append([f"{part} text", overlap.sentence(counts)])
+            line = [f"{TEXT_OF[step.kind]} text", overlap.sentence(counts)]
+            said["facts"] += [line] if line not in said["facts"] else []  # variants and stages share texts
         if step.kind == "train":
             said["facts"].append([step.label, trained(stage.metrics)])
     lines = job.run.summary()["stages"]
