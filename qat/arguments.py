@@ -42,11 +42,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    return int(str(loader.construct_scalar(node)))  # 007 is seven; PyYAML's own reads octal
+
+
 TAG = "tag:yaml.org,2002:"
 # no dates, no sets, no objects
 KNOWN = (None, *(f"{TAG}{kind}" for kind in ("str", "seq", "map", "bool", "float", "null")))
 _Loader.yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in KNOWN}
-_Loader.add_constructor(f"{TAG}int", lambda loader, node: int(str(loader.construct_scalar(node))))  # 007 is seven
+_Loader.add_constructor(f"{TAG}int", _int)
 _Loader.yaml_implicit_resolvers = {}
 for _kind, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
