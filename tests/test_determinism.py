@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from benchmarks.soak import texts
 from qat.plugins import ROOT
 from tests.killing import results
 
@@ -37,13 +38,13 @@ sys.exit(max(main(command) for command in commands))
 """
 
 
-def command(texts: list[str], folder: Path, name: str) -> list[str]:
+def command(said: list[str], folder: Path, name: str) -> list[str]:
     return [
         "recipe=micro.yaml",
         "compute.device=cpu",
         f"output={folder}",
         f"name={name.replace(' ', '-')}",
-        *texts,
+        *said,
         *RECIPES[name],
     ]
 
@@ -60,16 +61,13 @@ def launch(commands: list[list[str]], threads: int, ranks: int, script: Path) ->
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Output folders with a run of each recipe: in `one` thread, `again`, in `two` threads, by two `ranks`."""
-    root, texts = tmp_path_factory.mktemp("runs"), []
-    for part in ("calibration", "training", "evaluation"):
-        text = (ROOT / f"recipes/demo/text/{part}.txt").read_text(encoding="utf-8")
-        (root / f"{part}.txt").write_text(text[:20000], encoding="utf-8")
-        texts.append(f"data.{part}.source={root / part}.txt")
+    root = tmp_path_factory.mktemp("runs")
+    given = texts(root)
     (root / "script.py").write_text(SCRIPT)
     made = {"one": (1, 1), "again": (1, 1), "two": (2, 1), "ranks": (1, 2)}
     for pair in (("one", "again"), ("two",), ("ranks",)):  # as many as there are cores
         started = [
-            launch([command(texts, root / name, recipe) for recipe in RECIPES], *made[name], root / "script.py")
+            launch([command(given, root / name, recipe) for recipe in RECIPES], *made[name], root / "script.py")
             for name in pair
         ]
         for process in started:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from qat.plugins import ROOT
+from benchmarks.soak import texts
 from qat.stages import ABANDONED_SECONDS, Run
 from tests.killing import Moment, done, drill, finished, leftovers, part_of, results
 
@@ -26,12 +26,7 @@ WORKERS = min(2, os.cpu_count() or 1)
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """micro.yaml on the first letters of its texts, which are tokenized in no time."""
-    folder, said = tmp_path_factory.mktemp("texts"), []
-    for part in ("calibration", "training", "evaluation"):
-        text = (ROOT / f"recipes/demo/text/{part}.txt").read_text(encoding="utf-8")
-        (folder / f"{part}.txt").write_text(text[:20000], encoding="utf-8")
-        said.append(f"data.{part}.source={folder / part}.txt")
-    return ["recipe=micro.yaml", "compute.device=cpu", *said]
+    return ["recipe=micro.yaml", "compute.device=cpu", *texts(tmp_path_factory.mktemp("texts"))]
 
 
 @pytest.fixture(scope="module")
