@@ -31,7 +31,6 @@ from transformers import AutoTokenizer
 from gate import _bootstrap
 from gate.readers import _headers
 from qat import __version__, parent
-from qat.plugins import ROOT
 from qat.train import main
 
 SEED = "data.calibration.seed={round}"
@@ -56,16 +55,6 @@ def load_tokenizer(*given: Any, **named: Any) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(*given, **named)
     tokenizer.backend_tokenizer.model._resize_cache(0)
     return tokenizer
-
-
-def texts(folder: Path) -> list[str]:
-    """The beginnings of the demo's texts, and where recipes find them."""
-    said = []
-    for part in ("calibration", "training", "evaluation"):
-        text = (ROOT / f"recipes/demo/text/{part}.txt").read_text(encoding="utf-8")
-        (folder / f"{part}.txt").write_text(text[:20000], encoding="utf-8")
-        said.append(f"data.{part}.source={folder / part}.txt")
-    return said
 
 
 def sample(work: Path, temporary: Path) -> dict[str, int]:
@@ -95,11 +84,11 @@ def soak(runs: int, work: Path, recipes: tuple[tuple[str, ...], ...] = RECIPES) 
     before, tempfile.tempdir = tempfile.tempdir, str(temporary)
     parent.AutoTokenizer = SimpleNamespace(from_pretrained=load_tokenizer)
     os.environ["TARE_LOG"] = "quiet"
-    said, samples = texts(work), []
+    samples = []
     try:
         for number in range(runs):
             which = number % len(recipes)
-            command = ["recipe=micro.yaml", "compute.device=cpu", f"output={work / 'runs'}", *said]
+            command = ["recipe=micro.yaml", "compute.device=cpu", f"output={work / 'runs'}"]
             command += [word.replace("{round}", str(number // len(recipes))) for word in recipes[which]]
             command.append(f"name=run{which}")
             for _ in range(1 + number // len(recipes) % 2):

@@ -98,12 +98,13 @@ for _ in range(workers):
 """
 
 
-def drill(command: list[str], todo: list[tuple[Path, list[Moment]]], workers: int = 1) -> dict[Path, list[int]]:
+def drill(command: list[str], todo: list[tuple[Path, list[Moment]]]) -> dict[Path, list[int]]:
     """Run a command in each folder once for each moment at which it is killed (None: it is not); gives exit codes.
 
     What an attempt that was not killed did is in `done(folder)` afterwards.
     """
-    said = json.dumps([command, workers, [(str(folder), moments, str(_result(folder))) for folder, moments in todo]])
+    jobs = [(str(folder), moments, str(_result(folder))) for folder, moments in todo]
+    said = json.dumps([command, min(2, os.cpu_count() or 1), jobs])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TARE_LOG": "quiet", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", SERVER],

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.soak import texts
 from qat.plugins import ROOT
 from tests.killing import results
 
@@ -38,13 +37,12 @@ sys.exit(max(main(command) for command in commands))
 """
 
 
-def command(said: list[str], folder: Path, name: str) -> list[str]:
+def command(folder: Path, name: str) -> list[str]:
     return [
         "recipe=micro.yaml",
         "compute.device=cpu",
         f"output={folder}",
         f"name={name.replace(' ', '-')}",
-        *said,
         *RECIPES[name],
     ]
 
@@ -62,12 +60,11 @@ def launch(commands: list[list[str]], threads: int, ranks: int, script: Path) ->
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Output folders with a run of each recipe: in `one` thread, `again`, in `two` threads, by two `ranks`."""
     root = tmp_path_factory.mktemp("runs")
-    given = texts(root)
     (root / "script.py").write_text(SCRIPT)
     made = {"one": (1, 1), "again": (1, 1), "two": (2, 1), "ranks": (1, 2)}
     for pair in (("one", "again"), ("two",), ("ranks",)):  # as many as there are cores
         started = [
-            launch([command(given, root / name, recipe) for recipe in RECIPES], *made[name], root / "script.py")
+            launch([command(root / name, recipe) for recipe in RECIPES], *made[name], root / "script.py")
             for name in pair
         ]
         for process in started:

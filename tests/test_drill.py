@@ -15,25 +15,18 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak import texts
 from qat.stages import ABANDONED_SECONDS, Run
 from tests.killing import Moment, done, drill, finished, leftovers, part_of, results
 
 SEED, BETWEEN, WITHIN, BY_THE_CLOCK = 7, 10, 6, 3
-WORKERS = min(2, os.cpu_count() or 1)
+COMMAND = ["recipe=micro.yaml", "compute.device=cpu"]
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """micro.yaml on the first letters of its texts, which are tokenized in no time."""
-    return ["recipe=micro.yaml", "compute.device=cpu", *texts(tmp_path_factory.mktemp("texts"))]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, command: list[str]) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output folder of an undisturbed run."""
     folder = tmp_path_factory.mktemp("whole") / "out"
-    assert drill(command, [(folder, [None])]) == {folder: [0]}
+    assert drill(COMMAND, [(folder, [None])]) == {folder: [0]}
     return folder
 
 
@@ -61,7 +54,7 @@ def moments(log: list[list[Any]]) -> dict[str, tuple[int, Moment]]:
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_moment_goes_on_to_the_same_bytes(command: list[str], whole: Path, tmp_path: Path) -> None:
+def test_a_run_killed_at_any_moment_goes_on_to_the_same_bytes(whole: Path, tmp_path: Path) -> None:
     log, seconds = done(whole)
     stages = finished(log)
     todo: list[tuple[Path, list[Moment]]] = []
@@ -74,7 +67,7 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_bytes(command: list[str]
     twice = tmp_path / "twice"
     by_chance: list[tuple[Path, list[Moment]]] = [(twice, [seconds * 0.3, seconds * 0.5, None])]
     by_chance += [(tmp_path / f"clock {i}", [seconds * (i + 0.5) / BY_THE_CLOCK, None]) for i in range(BY_THE_CLOCK)]
-    codes = drill(command, [*todo, *by_chance], WORKERS)
+    codes = drill(COMMAND, [*todo, *by_chance])
     assert [folder.name for folder, _ in todo if codes[folder] != [-9, 0]] == []
     assert [folder.name for folder, _ in by_chance if codes[folder][-1] or set(codes[folder]) - {-9, 0}] == []
     expected = results(whole / "micro")

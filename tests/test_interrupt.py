@@ -19,17 +19,9 @@ COMMAND = ["recipe=micro.yaml", "gate=null", "train.steps=4", "compute.device=cp
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training text that is tokenized in no time."""
-    path = tmp_path_factory.mktemp("text") / "training.txt"
-    path.write_text((ROOT / "recipes/demo/text/training.txt").read_text(encoding="utf-8")[:20000], encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("undisturbed") / "out"
-    drill([*COMMAND, f"data.training.source={text}"], [(output, [None])])
+    drill(COMMAND, [(output, [None])])
     return output / "micro"
 
 
@@ -43,8 +35,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     ],
     ids=["awq gptq", "learned, states on disk", "kl"],
 )
-def test_a_killed_calibration_goes_on_to_the_same_bytes(text: Path, tmp_path: Path, methods: tuple[str, ...]) -> None:
-    command, whole = [*COMMAND, f"data.training.source={text}", *methods, "until=calibrate"], tmp_path / "whole"
+def test_a_killed_calibration_goes_on_to_the_same_bytes(tmp_path: Path, methods: tuple[str, ...]) -> None:
+    command, whole = [*COMMAND, *methods, "until=calibrate"], tmp_path / "whole"
     drill(command, [(whole, [None])])
     log = [step for step in done(whole)[0] if "/calibrate-" in step[1] and step[0] != "fsync"]
     points = [log[i] for i in sorted({0, *range(1, len(log), len(log) // 5), len(log) - 1})]
@@ -59,9 +51,9 @@ def test_a_killed_calibration_goes_on_to_the_same_bytes(text: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_two_ranks_train_what_one_trains_and_speak_once(undisturbed: Path, text: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_what_one_trains_and_speak_once(undisturbed: Path, tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "qat/train.py"]
-    command = [*launch, *COMMAND, f"data.training.source={text}", f"output={tmp_path}"]
+    command = [*launch, *COMMAND, f"output={tmp_path}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TARE_PROGRESS": "0", "HF_HUB_OFFLINE": "1"}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

@@ -95,13 +95,16 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+WHOLE = ("recipe=micro.yaml", "data.training.max_mb=2", "data.evaluation.max_mb=2")
+
+
 def test_a_run_cuts_and_counts(tmp_path: Path) -> None:
     evaluation, training = (TEXT / "evaluation.txt").read_text(), (TEXT / "training.txt").read_text()[:40_000]
     rows = [training[:20_000] + evaluation[5_000:7_000] + training[20_000:], evaluation[100:600]]
     (tmp_path / "training.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     task = {"context": training[1_000:1_300], "continuation": " x"}
     (tmp_path / "task.jsonl").write_text(json.dumps(task) + "\n")
-    arguments = ["recipe=micro.yaml", f"output={tmp_path}", f"data.training.source={tmp_path / 'training.jsonl'}"]
+    arguments = [*WHOLE, f"output={tmp_path}", f"data.training.source={tmp_path / 'training.jsonl'}"]
     tasks = f"gate.tasks={{offline: {{quiz: {tmp_path / 'task.jsonl'}}}}}"
     assert main([*arguments, tasks, "until=train"]) == 0
     stages = {s["name"]: s for s in json.loads((tmp_path / "micro/summary.json").read_text())["stages"]}
@@ -120,7 +123,7 @@ def test_a_run_cuts_and_counts(tmp_path: Path) -> None:
 def test_evaluation_text_within_training_text_names_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "all.txt"
     path.write_text((TEXT / "training.txt").read_text() + (TEXT / "evaluation.txt").read_text().upper())
-    assert main(["recipe=micro.yaml", f"output={tmp_path}", f"data.training.source={path}"]) == 1
+    assert main([*WHOLE, f"output={tmp_path}", f"data.training.source={path}"]) == 1
     said = capsys.readouterr().err
     assert re.search(
         r"data\.evaluation\.source \S+evaluation\.txt holds text of data\.training \(\S+all\.txt\): \d+%", said
