@@ -52,9 +52,7 @@ def main(argv: list[str]) -> int:
         report.complain(str(error))
         return 2
     try:
-        code = run(load(argv))
-        leave()
-        return code
+        return run(load(argv))
     except RecipeError as error:
         report.complain(str(error))
         disown(argv, str(error))
@@ -70,4 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code not in (1, 2):  # all ranks came to the end; a process that calls `main` again needs its group
+        leave()
+    sys.exit(code)

@@ -31,9 +31,12 @@ RECIPES = {
 }  # fmt: skip
 SCRIPT = """
 import json, sys
+from qat.ranks import leave
 from qat.train import main
 commands = json.loads(sys.argv[1])
-sys.exit(max(main(command) for command in commands))
+code = max(main(command) for command in commands)
+leave()
+sys.exit(code)
 """
 
 
