@@ -138,7 +138,7 @@ def make(recipe: Recipe) -> Plan:
     if folder is not None:
         check_scheme(recipe, folder)
     root = _root(recipe, folder, memory, notes)
-    steps = outline.outline(recipe, root or dict.fromkeys(("parent", *outline.TEXTS, "tasks")))
+    steps = outline.outline(recipe, root or dict.fromkeys(("parent", *outline.TEXTS)))
     keys = outline.keys(steps) if root else [None] * len(steps)
     variants = dict(recipe.by_variant)
     rows, seen = [], set()

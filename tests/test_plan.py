@@ -139,8 +139,7 @@ def test_a_full_disk_is_refused_with_both_numbers(model: Path, monkeypatch: pyte
 
 def test_a_model_that_is_not_here_has_no_sizes_yet(fake_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(fake_root / "hub"))
-    (fake_root / "asked.jsonl").write_text("{}")
-    made = plan.make(load(["recipe=small.yaml", "model.source=some/model", "gate.tasks.offline.a=asked.jsonl"]))
+    made = plan.make(load(["recipe=small.yaml", "model.source=some/model"]))
     assert {row.state for row in made.rows} == {"unknown"} and not any(row.needs for row in made.rows)
     assert made.notes == ["some/model: not on this machine; sizes are unknown until it is downloaded"]
 
