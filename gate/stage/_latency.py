@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, build_opener
 
 import psutil
 
@@ -23,6 +23,9 @@ KEYS = ("first_token_s", "inter_token_s", "tokens_per_s")
 START_SECONDS = 1800  # a large model is compiled for minutes
 LINES = 12  # of the engine's log in an error
 Progress = Callable[[str], Any]  # told the name of what was measured
+# a proxy is for other hosts
+NO_PROXY = {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}
+DIRECT = build_opener(ProxyHandler({}))
 
 
 def measure(
@@ -58,7 +61,7 @@ def _once(engine: Any, folder: Path, dtype: str, asked: Mapping[str, Any], into:
     with tempfile.TemporaryDirectory(prefix="tare-") as work:
         log, port = Path(work, "log"), _free_port()
         command = engine.serve(asked["program"], folder, port, dtype, asked["arguments"])
-        environment = {**os.environ, **engine.ENVIRONMENT}
+        environment = {**os.environ, **NO_PROXY, **engine.ENVIRONMENT}
         with _running(command, log, environment) as server:
             _wait(server, log, f"http://127.0.0.1:{port}{engine.HEALTH}")
             for batch, numbers in into["batches"].items():
@@ -96,7 +99,7 @@ def _wait(server: subprocess.Popen[bytes], log: Path, address: str) -> None:
     """Until the server answers. Raises ValueError with its last words when it ends or takes too long."""
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
-        with suppress(URLError, ConnectionError, TimeoutError), urlopen(address, timeout=5):
+        with suppress(URLError, ConnectionError, TimeoutError), DIRECT.open(address, timeout=5):
             return
         if server.poll() is not None:
             break

@@ -56,6 +56,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(FAKE.replace("PYTHON", sys.executable))
     program.chmod(0o755)
     monkeypatch.setenv("FAKE_LOG", str(program.with_name("log")))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there
     return program
 
 
