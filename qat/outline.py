@@ -146,7 +146,7 @@ def inputs(recipe: Recipe, parent: Path, hash_of: Callable[[Path], str]) -> dict
         section = data[part]
         if section is not None:
             path = Path(section["source"])
-            root[part] = {**section, "source": section["source"]}
+            root[part] = {key: value for key, value in section.items() if key != "stream"}  # the same rows either way
             if path.is_file():
                 root[part] |= {"source": hash_of(path), "kind": text_kind(path.name)}
     tasks = (recipe.model_dump()["gate"] or {}).get("tasks")

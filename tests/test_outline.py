@@ -99,6 +99,14 @@ def test_where_a_text_lies_does_not_matter_but_its_bytes_do(fake_root: Path) -> 
     assert root("training.txt") == root("copy.txt") != root("other.txt")
 
 
+def test_how_a_dataset_comes_does_not_matter_but_its_revision_does(fake_root: Path) -> None:
+    def root(*more: str) -> dict[str, Any]:
+        recipe = load(["recipe=small.yaml", "data.training.source=some/dataset", *more])
+        return outline.inputs(recipe, fake_root / "recipes/demo/model", manifest.hash_file)
+
+    assert root() == root("data.training.stream=true") != root("data.training.revision=v2")
+
+
 @pytest.mark.parametrize("name", ["chat_template.jinja", "added_tokens.json", "generation_config.json", "LICENSE"])
 def test_what_travels_with_the_weights_decides_the_keys(fake_root: Path, name: str) -> None:
     recipe, model = load(["recipe=small.yaml"]), fake_root / "recipes/demo/model"
