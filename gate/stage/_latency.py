@@ -21,6 +21,7 @@ from qat import plugins
 
 KEYS = ("first_token_s", "inter_token_s", "tokens_per_s")
 START_SECONDS = 1800  # a large model is compiled for minutes
+BENCH_SECONDS = 3600  # one benchmark: a server that hangs would hold the gate for ever
 LINES = 12  # of the engine's log in an error
 Progress = Callable[[str], Any]  # told the name of what was measured
 # a proxy is for other hosts
@@ -67,7 +68,10 @@ def _once(engine: Any, folder: Path, dtype: str, asked: Mapping[str, Any], into:
             for batch, numbers in into["batches"].items():
                 out, sizes = Path(work, f"{batch}.json"), (asked["prompt_tokens"], asked["output_tokens"])
                 words = engine.bench(asked["program"], folder, port, int(batch), *sizes, out)
-                done = subprocess.run(words, capture_output=True, text=True, env=environment)
+                try:
+                    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=BENCH_SECONDS)
+                except subprocess.TimeoutExpired as error:
+                    raise ValueError(f"its benchmark did not end in {BENCH_SECONDS} s") from error
                 if done.returncode or not out.is_file():
                     raise ValueError(f"its benchmark ended with {done.returncode}: {_last(done.stdout + done.stderr)}")
                 for key, value in engine.read(out).items():
