@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qat import loop, outline, report
 from qat.outline import Step
-from qat.overlap import SAME_TEXT, Cutter, HeldOut
+from qat.overlap import SAME_TEXT, Cutter, HeldOut, sentence
 from qat.parent import Parent, open_parent
 from qat.recipe import Recipe
 from qat.sections import Compute, Text
@@ -136,7 +136,10 @@ class Job:
                 f"runs of {self.held_out.n} words are in both: a model is judged on text that it was not made with; "
                 "choose another one"
             )
-        return ids, cutter.counts()
+        counts = cutter.counts()
+        if counts["passages"]:
+            report.say(f"{part} text: {sentence(counts)}")
+        return ids, counts
 
     def _check_length(self, length: int) -> None:
         longest = getattr(self.parent.config, "max_position_embeddings", None)

@@ -143,7 +143,11 @@ def sentence(counts: Mapping[str, Any]) -> str:
         return f"{counts['read']:,} characters; no {counts['words']} words in a row of evaluation text or tasks"
     share = counts["cut"] / counts["read"]
     return (
-        f"{counts['read']:,} characters; {counts['passages']:,} passages in {counts['texts']:,} texts, "
-        f"{counts['cut']:,} characters ({share:.2%}), were cut out: evaluation text or a task has {counts['words']} "
-        "words in a row of each"
+        f"{counts['read']:,} characters; cut out: {_count(counts['passages'], 'passage')} in "
+        f"{_count(counts['texts'], 'text')}, {_count(counts['cut'], 'character')} ({share:.2%}), of which evaluation "
+        f"text or a task has {counts['words']} words in a row"
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

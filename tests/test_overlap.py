@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qat import outline
-from qat.overlap import MARGIN, Cutter, HeldOut, ngrams
+from qat.overlap import MARGIN, Cutter, HeldOut, ngrams, sentence
 from qat.plugins import ROOT
 from qat.recipe import load
 from qat.train import main
@@ -98,7 +98,7 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 WHOLE = ("recipe=micro.yaml", "data.training.max_mb=2", "data.evaluation.max_mb=2")
 
 
-def test_a_run_cuts_and_counts(tmp_path: Path) -> None:
+def test_a_run_cuts_and_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluation, training = (TEXT / "evaluation.txt").read_text(), (TEXT / "training.txt").read_text()[:40_000]
     rows = [training[:20_000] + evaluation[5_000:7_000] + training[20_000:], evaluation[100:600]]
     (tmp_path / "training.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
@@ -107,6 +107,8 @@ def test_a_run_cuts_and_counts(tmp_path: Path) -> None:
     arguments = [*WHOLE, f"output={tmp_path}", f"data.training.source={tmp_path / 'training.jsonl'}"]
     tasks = f"gate.tasks={{offline: {{quiz: {tmp_path / 'task.jsonl'}}}}}"
     assert main([*arguments, tasks, "until=train"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "cut out" in line]
+    assert len(said) == 1 and said[0].startswith("training text: ") and "3 passages in 2 texts" in said[0]
     stages = {s["name"]: s for s in json.loads((tmp_path / "micro/summary.json").read_text())["stages"]}
     found = stages["train"]["metrics"]["overlap"]
     assert found["passages"] == 3 and found["texts"] == 2 and found["read"] == sum(map(len, rows))
@@ -118,6 +120,12 @@ def test_a_run_cuts_and_counts(tmp_path: Path) -> None:
     assert main([*arguments, tasks, "until=train", "data.decontaminate=null", "name=all"]) == 0
     stages = {s["name"]: s for s in json.loads((tmp_path / "all/summary.json").read_text())["stages"]}
     assert stages["train"]["metrics"]["overlap"] is None
+
+
+def test_one_is_said_in_the_singular() -> None:
+    counts = {"read": 900, "cut": 1, "passages": 1, "texts": 1, "words": 13}
+    assert "1 passage in 1 text, 1 character (0.11%)" in sentence(counts)
+    assert "2 passages in 1 text, 1,000 characters" in sentence(counts | {"passages": 2, "cut": 1000})
 
 
 def test_evaluation_text_within_training_text_names_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
