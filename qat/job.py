@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,15 @@ from qat.texts import pieces
 from qat.tokens import Corpus, draw, tokenize, windows
 
 EVALUATION = "data.evaluation.source"
+
+
+@contextmanager
+def of_part(part: str) -> Iterator[None]:
+    """A ValueError about a text names the section that it comes from."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"data.{part}: {error}") from error
 
 
 class Job:
@@ -95,8 +105,9 @@ class Job:
     def evaluation(self) -> Corpus:
         text = self.recipe.data.evaluation
         assert text is not None, "the recipe was checked to have evaluation text"
-        self._check_length(text.length)
-        return self._check_tokens(windows(self.parent.tokenizer, text, text.length, text.sequences, text.seed))
+        with of_part("evaluation"):
+            self._check_length(text.length)
+            return self._check_tokens(windows(self.parent.tokenizer, text, text.length, text.sequences, text.seed))
 
     def _training(self, length: int) -> Corpus:
         """Windows of the training text. Example: `training(512)` for sequences of 512 tokens."""
@@ -109,14 +120,22 @@ class Job:
         data = self.recipe.data
         if not data.decontaminate or not data.evaluation:
             return None
-        own = {EVALUATION: (piece.text for piece in pieces(data.evaluation, self.parent.tokenizer))}
+        own = {EVALUATION: self._evaluation_pieces(data.evaluation)}
         return HeldOut(own | dict(self._task_texts(self.recipe)), data.decontaminate)
+
+    def _evaluation_pieces(self, text: Text) -> Iterator[str]:
+        with of_part("evaluation"):
+            for piece in pieces(text, self.parent.tokenizer):
+                yield piece.text
 
     def _clean(self, part: str, text: Text, length: int, *drawn: int) -> Corpus:
         """Windows of a text without what is held out."""
-        self._check_length(length)
+        with of_part(part):
+            self._check_length(length)
         ids, overlap = self._tokens(part)
-        return replace(self._check_tokens(draw(ids, text, length, *drawn)), overlap=overlap)
+        key = "train.length" if part == "training" else "length"
+        with of_part(part):
+            return replace(self._check_tokens(draw(ids, text, length, *drawn, length_key=key)), overlap=overlap)
 
     def _read(self, part: str) -> tuple[Tensor, dict[str, Any] | None]:
         """The tokens of a text without what is held out, and what was cut out.
@@ -125,15 +144,16 @@ class Job:
         """
         data = self.recipe.data
         text: Text = getattr(data, part)
-        if self.held_out is None:
-            return tokenize(self.parent.tokenizer, text), None
-        cutter = Cutter(self.held_out)
-        ids = tokenize(self.parent.tokenizer, text, keep=cutter)
+        cutter = Cutter(self.held_out) if self.held_out else None
+        with of_part(part):
+            ids = tokenize(self.parent.tokenizer, text, keep=cutter)
+        if cutter is None:
+            return ids, None
         if (share := cutter.share(EVALUATION)) >= SAME_TEXT:
             assert data.evaluation is not None, "it is what is held out"
             raise ValueError(
                 f"{EVALUATION} {data.evaluation.source} holds text of data.{part} ({text.source}): {share:.0%} of its "
-                f"runs of {self.held_out.n} words are in both: a model is judged on text that it was not made with; "
+                f"runs of {cutter.held_out.n} words are in both: a model is judged on text that it was not made with; "
                 "choose another one"
             )
         counts = cutter.counts()

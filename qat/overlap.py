@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qat.report import plural
+
 MARGIN = 200  # characters
 SAME_TEXT = 0.5  # share of the evaluation text's n-grams from which on a text holds it, rather than quotes it
 POINTS = 0x30000  # code points with entries in the tables; there are no letters of living scripts above
@@ -143,11 +145,7 @@ def sentence(counts: Mapping[str, Any]) -> str:
         return f"{counts['read']:,} characters; no {counts['words']} words in a row of evaluation text or tasks"
     share = counts["cut"] / counts["read"]
     return (
-        f"{counts['read']:,} characters; cut out: {_count(counts['passages'], 'passage')} in "
-        f"{_count(counts['texts'], 'text')}, {_count(counts['cut'], 'character')} ({share:.2%}), of which evaluation "
+        f"{counts['read']:,} characters; cut out: {plural(counts['passages'], 'passage')} in "
+        f"{plural(counts['texts'], 'text')}, {plural(counts['cut'], 'character')} ({share:.2%}), of which evaluation "
         f"text or a task has {counts['words']} words in a row"
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -37,6 +37,11 @@ def plain(text: str) -> str:
     return " ".join(text.splitlines())
 
 
+def plural(number: int, what: str) -> str:
+    """`1 passage`, `2,000 passages`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def is_main() -> bool:
     """True on the one rank that speaks."""
     return os.environ.get("RANK", "0") == "0"

@@ -21,7 +21,7 @@ from pyarrow.parquet import ParquetFile
 from qat.sections import TEXT_FILES, Text, text_kind
 
 OPENERS = {".xz": lzma.open, ".gz": gzip.open}
-COLUMNS = ("text", "messages")  # looked for, in this order, where data.<part>.column is not given
+COLUMNS = ("text", "messages")  # looked for, in this order, where `column` is not given
 PIECE = 2**20  # characters of a .txt file that are handed out at once; a longer text is cut at the end of a line
 ROWS = 512  # of a parquet file that are in memory at once
 
@@ -123,17 +123,26 @@ def _piece(row: Any, text: Text, tokenizer: Any, where: str) -> Piece:
     value = row.get(columns[0]) if isinstance(row, dict) and columns else None
     if isinstance(value, str):
         return Piece(_whole(value, where), True)
-    if not isinstance(value, list) or not value or not all(isinstance(m, dict) and "role" in m for m in value):
-        have = sorted(row) if isinstance(row, dict) else type(row).__name__
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        held = f"found {sorted(row) if isinstance(row, dict) else type(row).__name__}"
+        if isinstance(row, dict) and columns and columns[0] in row:
+            held = f"it holds {value!r:.40}"
         named = " or ".join(map(repr, columns or COLUMNS))
         raise ValueError(
-            f"{where} has no text column {named} (found {have}); set data.<part>.column to one of texts, or of chats, "
-            "which are lists of {role, content}"
+            f"{where} has no text column {named} ({held}); set `column` to one of texts, or of chats, which are lists "
+            "of {role, content}"
         )
+    for number, message in enumerate(value, 1):
+        needed = ("role",) if "tool_calls" in message else ("role", "content")
+        if missing := [key for key in needed if key not in message]:
+            raise ValueError(
+                f"{where} is a chat in column {columns[0]!r}, but its message {number} has no "
+                f"{' and no '.join(missing)} (found {sorted(message)}); a message is {{role, content}}"
+            )
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
             f"{where} is a chat in column {columns[0]!r}, but the model's tokenizer has no chat template: name a "
-            "column of plain text in data.<part>.column, or put a template beside the tokenizer as chat_template.jinja"
+            "column of plain text in `column`, or put a template beside the tokenizer as chat_template.jinja"
         )
     try:
         return Piece(_whole(tokenizer.apply_chat_template(value, tokenize=False), where), True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qat.report import plural
 from qat.sections import Text
 from qat.texts import PIECE, pieces
 
@@ -68,19 +69,28 @@ def windows(tokenizer: Any, text: Text, length: int, sequences: int | None = Non
     return draw(tokenize(tokenizer, text, first), text, length, sequences, seed)
 
 
-def draw(ids: Tensor, text: Text, length: int, sequences: int | None = None, seed: int | None = None) -> Corpus:
+def draw(
+    ids: Tensor,
+    text: Text,
+    length: int,
+    sequences: int | None = None,
+    seed: int | None = None,
+    *,
+    length_key: str = "length",
+) -> Corpus:
     """Non-overlapping windows of `length` tokens from the start, or `sequences` of them drawn by `seed`, in text order.
 
-    ids: (num_tokens,) of `text`. sequences None takes all; seed None takes the first ones. Raises ValueError when the
-    text is too short.
+    ids: (num_tokens,) of `text`. sequences None takes all; seed None takes the first ones. length_key: what a person
+    sets to change `length`. Raises ValueError when the text is too short.
     """
     count = len(ids) // length
     wanted = sequences or count
     if count < max(wanted, 1):
+        asked = "1 is" if wanted <= 1 else f"{wanted} are"
         raise ValueError(
-            f"{text.source} has {len(ids):,} tokens, {count} windows of {length}; {max(wanted, 1)} are asked for: "
-            f"give more text, fewer sequences or a shorter length (at most max_mb={text.max_mb:g} million characters "
-            "are read)"
+            f"{text.source} has {plural(len(ids), 'token')}, {plural(count, 'window')} of {length}; {asked} asked for: "
+            f"give more text{', fewer sequences' if wanted > 1 else ''} or a shorter {length_key} (at most "
+            f"max_mb={text.max_mb:g} million characters are read)"
         )
     every = ids[: count * length].view(count, length)
     if sequences is None or seed is None:

@@ -58,19 +58,19 @@ LINE = "word and word " * 20000
 CASES = [
     Case("an empty text", "data", text(""), ("calibration.txt has 0 tokens, 0 windows of 32", "give more text")),
     Case(
-        "a text of one token", "data", text("e"), ("calibration.txt has 1 tokens, 0 windows of 32", "a shorter length")
+        "a text of one token", "data", text("e"), ("calibration.txt has 1 token, 0 windows of 32", "a shorter length")
     ),
     Case(
         "an empty training text",
         "data",
         text("", "training.txt", "training"),
-        ("training.txt has 0 tokens", "give more text"),
+        ("data.training: ", "training.txt has 0 tokens", "give more text or a shorter train.length"),
     ),
     Case(
         "an empty evaluation text",
         "data",
         text("", "evaluation.txt", "evaluation"),
-        ("evaluation.txt has 0 tokens", "give more text"),
+        ("data.evaluation: ", "evaluation.txt has 0 tokens", "give more text"),
     ),
     Case(
         "a text that is not UTF-8",
@@ -97,7 +97,7 @@ CASES = [
         "null where text belongs",
         "data",
         text('{"text": null}\n', "c.jsonl"),
-        ("c.jsonl line 1 has no text column 'text'", "set data.<part>.column"),
+        ("data.calibration: ", "c.jsonl line 1 has no text column 'text'", "it holds None", "set `column`"),
     ),
     Case("a file that is no parquet", "data", text(b"PAR1xxxx", "c.parquet"), ("c.parquet is not a parquet file",)),
     Case(
