@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gate import lint
 from qat import plugins
+from qat.report import plural
 
 
 def main(directory: Path, engines: Sequence[str], tp: int, headers_only: bool) -> int:
@@ -23,7 +24,8 @@ def main(directory: Path, engines: Sequence[str], tp: int, headers_only: bool) -
 
     def good() -> None:
         seconds = time.perf_counter() - start
-        print(f"{directory}: configs and headers are good for {', '.join(engines)}, {tp} ranks ({seconds:.1f} s)")
+        where = f"{', '.join(engines)}, {plural(tp, 'rank')}"
+        print(f"{directory}: configs and headers are good for {where} ({seconds:.1f} s)")
 
     found = lint.check(directory, engines, tp=tp, values=not headers_only, headers_are_good=good)
     faults = [fault for fault in found if not lint.is_note(fault)]

@@ -7,13 +7,15 @@ from pathlib import Path
 
 from gate._check import Fault
 from gate.readers._headers import read_header, weight_files
-from qat.index import INDEX, weight_map
+from qat.index import INDEX, checkpoints_below, weight_map
 
 
 def check(folder: Path) -> Iterator[Fault]:
     """Faults of config.json, the shards and their index; reads headers only."""
     if not (folder / "config.json").is_file():
-        yield Fault("config", str(folder / "config.json"), "missing", "engines start from it", "export again")
+        below = ", ".join(map(str, checkpoints_below(folder)))
+        fix = f"checkpoints lie below: give one of {below}" if below else "export again"
+        yield Fault("config", str(folder / "config.json"), "missing", "engines start from it", fix)
         return
     files = weight_files(folder)
     if not files:

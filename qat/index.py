@@ -1,4 +1,4 @@
-"""Which files make a checkpoint: the index of its shards, and what lies beside the weights. Loads no torch."""
+"""Which files make a checkpoint: the index of its shards, what lies beside the weights, and where. Loads no torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ INDEX = "model.safetensors.index.json"
 SIDE_FILES = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
               "vocab.*", "merges.txt", "chat_template*", "*.model", "LICENSE*", "NOTICE*", "USE_POLICY*")  # fmt: skip
 CODE = (".py", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".ckpt", ".joblib")  # whoever loads one runs what is in it
+DEPTH = 2  # of the folders of a release: VARIANT/FORMAT
 
 
 def weight_map(index: Path) -> dict[str, str]:
@@ -38,3 +39,14 @@ def side_files(folder: Path) -> list[Path]:
     """Config, tokenizer and licence files of a checkpoint folder, sorted by name; no code, and no pickles."""
     found = {path for pattern in SIDE_FILES for path in folder.glob(pattern) if path.is_file()}
     return sorted(path for path in found if path.suffix not in CODE)
+
+
+def checkpoints_below(folder: Path, depth: int = DEPTH) -> list[Path]:
+    """The nearest folders below `folder` that hold a config.json, such as the formats of a release."""
+    found: list[Path] = []
+    for one in sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ():
+        if (one / "config.json").is_file():
+            found.append(one)
+        elif depth > 1:
+            found += checkpoints_below(one, depth - 1)
+    return found

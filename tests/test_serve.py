@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from export.engines import trtllm, vllm
 from export.engines._serve_command import command
 from export.engines._table import table
+from gate import lint
 from qat.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,13 +95,28 @@ def test_tensorrt_llm_is_given_options_that_parse(folder: Path) -> None:
 
 
 def test_the_command_says_what_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no serve/\*\.sh"):
-        command(tmp_path, None, [])
+    with pytest.raises(ValueError, match=r"has no serve/\*\.sh; give .*: runs/NAME/release-KEY/FORMAT, or .*VARIANT/F"):
+        command(tmp_path / "bin", None, [])
     with pytest.raises(ValueError, match="not exported for 'transformers'; it was for trtllm, vllm"):
         command(folder, "transformers", [])
     monkeypatch.setenv("PATH", "/nowhere")
     result = CliRunner().invoke(app, ["serve", str(folder), "--engine", "vllm"])
     assert result.exit_code == 1 and "there is no vllm on the PATH" in result.output
+
+
+def test_a_folder_of_formats_is_answered_with_their_names(folder: Path, tmp_path: Path) -> None:
+    formats = [tmp_path / "release-0123/awq", tmp_path / "release-0123/fp8/modelopt"]
+    for place in (*formats, formats[1] / "trtllm_checkpoint"):  # the last is a part of a release
+        place.mkdir(parents=True)
+        (place / "config.json").write_text("{}")
+        shutil.copytree(folder / "serve", place / "serve")
+    (tmp_path / "release-0123/manifest.json").write_text("{}")
+    names = f"one of {formats[0]}, {formats[1]}"
+    with pytest.raises(ValueError, match=rf"give a released directory: {names}$"):
+        command(tmp_path / "release-0123", None, [])
+    (fault,) = lint.check(tmp_path / "release-0123", ["vllm"])
+    assert fault.way_out == f"checkpoints lie below: give {names}"
+    assert "export again" in lint.check(tmp_path / "bin", ["vllm"])[0].way_out
 
 
 def test_the_readme_has_the_table_that_the_command_prints() -> None:

@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qat import plugins
+from qat.index import checkpoints_below
 
 
 def command(directory: Path, engine: str | None, arguments: Sequence[str]) -> list[str]:
     """What to run. Raises ValueError when the directory or the engine is not there."""
     scripts = {path.stem: path for path in sorted((directory / "serve").glob("*.sh"))}
     if not scripts:
-        raise ValueError(f"{directory} has no serve/*.sh; give a released directory, runs/NAME/release-KEY/FORMAT")
+        below = [str(one) for one in checkpoints_below(directory) if (one / "serve").is_dir()]
+        there = f"one of {', '.join(below)}" if below else "runs/NAME/release-KEY/FORMAT, or .../VARIANT/FORMAT"
+        raise ValueError(f"{directory} has no serve/*.sh; give a released directory: {there}")
     if engine is not None and engine not in scripts:
         raise ValueError(f"{directory} was not exported for {engine!r}; it was for {', '.join(scripts)}")
     wanted = [engine] if engine else list(scripts)
