@@ -18,11 +18,12 @@ TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 PROVENANCE = "tare.json"
 
 
-def release(export: Path, out: Path, name: str, engines: list[str], facts: dict[str, Any]) -> None:
+def release(export: Path, out: Path, name: str, engines: list[str], facts: dict[str, Any]) -> list[str]:
     """Make `out` the checkpoint in `export` plus README.md, serve/ and tare.json (hashes of every file).
 
     name: what it is called there; letters that a shell or Markdown has a use for become -. engines: those that load it.
     facts: what the card says; see model_card.md.j2. Existing files of `out` are replaced.
+    Returns what a person must know of engines that were not run, `trtllm_legacy: NOT RUN HERE: ...`.
     """
     name = re.sub(r"[^\w.-]+", "-", name).strip("-")
     out.mkdir(parents=True, exist_ok=True)
@@ -39,7 +40,11 @@ def release(export: Path, out: Path, name: str, engines: list[str], facts: dict[
         (out / path).write_text(text, encoding="utf-8")
         if not path.endswith(".yaml"):
             (out / path).chmod(0o755)
+    notes = []
     for engine in engines:
+        note = getattr(plugins.find("export.engines", engine), "note", None)
+        if note is not None:
+            notes.append(f"{engine}: {note()}")
         prepare = getattr(plugins.find("export.engines", engine), "prepare", None)
         if prepare is not None:  # files that this engine wants made of the checkpoint's
             prepare(out)
@@ -51,6 +56,7 @@ def release(export: Path, out: Path, name: str, engines: list[str], facts: dict[
         name=name,
         version=__version__,
         serve=[path for path in sorted(serve) if not path.endswith(".yaml")],
+        notes=notes,
         front=_front_matter(name, facts),
         **facts,
     )
@@ -58,6 +64,7 @@ def release(export: Path, out: Path, name: str, engines: list[str], facts: dict[
     (out / PROVENANCE).unlink(missing_ok=True)
     said = {"tare": __version__, "status": "released", **facts, "files": manifest.list_files(out)}
     manifest.write_json(out / PROVENANCE, said)
+    return notes
 
 
 def _front_matter(name: str, facts: dict[str, Any]) -> str:

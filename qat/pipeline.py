@@ -226,6 +226,7 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
 
     def work(out: Path) -> dict[str, Any]:
         check_bytes(job)  # what is released is what was measured
+        notes: dict[str, list[str]] = {}
         for place, name, form, variant, recipe in exporting(job):
             if name not in let_out:
                 continue
@@ -244,8 +245,8 @@ def release(job: Job, verdict: dict[str, Any] | None) -> Stage | None:
             }
             loaders = export.stage.loaders(recipe.export.engines, form, recipe.scheme)
             title = f"{Path(job.parent.name).name}-{name.replace('/', '-')}"
-            export.release.release(job.made[place].path / form, out / name, title, loaders, facts)
-        return {"exports": let_out}
+            notes[name] = export.release.release(job.made[place].path / form, out / name, title, loaders, facts)
+        return {"exports": let_out, "notes": notes}
 
     thresholds = {variant or "": one.model_dump()["gate"] for variant, one in job.recipe.by_variant}
     content = {"thresholds": thresholds, "card": card, "exports": dict.fromkeys(let_out, "released")}
@@ -291,6 +292,8 @@ def finish(job: Job, verdict: dict[str, Any] | None, released: Stage | None) -> 
             "released": is_released,
         }
         report.say(f"{'released' if is_released else 'exported'} {name}: {path}")
+        for note in released.metrics.get("notes", {}).get(name, []) if released and is_released else []:
+            report.say(f"  {note}")
     status = verdict["status"] if verdict else "ungated"
     report.say(f"status: {status}")
     shown = results.write(job, verdict, status)

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from export.engines import trtllm_legacy
 from export.engines._serve_command import command
+from export.release import release
 from export.stage import run
 from gate import lint
 from qat.artifact import Artifact
+from qat.report import plain
 from tests.artifacts import ALL, SCHEMES, config_of, make
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_key_value_heads": 2}
@@ -149,7 +151,25 @@ def test_the_engine_is_built_where_the_program_is_and_the_script_says_so_otherwi
         assert "Built here" in script and "NOT RUN HERE" not in script
     (build.parent / "trtllm-serve").write_text("#!/bin/sh\n")
     (build.parent / "trtllm-serve").chmod(0o755)
+    assert "Built here, and not started" in trtllm_legacy.note()
     assert command(folder, None, []) == [str((folder / trtllm_legacy.SCRIPT).resolve())]
+
+
+def test_card_and_run_say_that_the_engine_was_not_built(tmp_path: Path) -> None:
+    _, folder = export(tmp_path, "int4")
+    row = {"state": "modelopt", "perplexity": 9.0, "kl": 0.1, "top1": 0.9, "bits_per_weight": 4.2, "size_on_disk": 1}
+    row |= {"increase": 0.1, "increase_low": None, "increase_high": None, "kl_low": None, "kl_high": None}
+    named = {"name": "none"}
+    facts = {
+        **{"base_model": "tiny", "revision": None, "license": None, "scheme": "int4-g128", "format": "modelopt"},
+        **{"calibrate": {"range": named, "round": named, "transform": named}, "trainings": [], "confidence": 0.99},
+        "evaluation": {**dict.fromkeys(("num_tokens", "num_windows", "length"), 1), "source": "a.txt"}
+        | {"dtype": "float32", "device": "cpu"},
+        **{"rows": [row], "tasks": [], "data": {}},
+    }
+    (note,) = release(folder, tmp_path / "release", "tiny", ["trtllm_legacy"], facts)
+    assert note.startswith("trtllm_legacy: NOT RUN HERE: there was no trtllm-build on the PATH")
+    assert plain(note) in (tmp_path / "release/README.md").read_text().splitlines()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])

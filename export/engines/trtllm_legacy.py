@@ -56,13 +56,19 @@ def check(format_name: str, found: Sequence[Layer], arch: Arch) -> None:
         )
 
 
+def note() -> str:
+    """What became of the engine on this machine."""
+    if shutil.which(BUILD):
+        return "Built here, and not started."
+    return f"NOT RUN HERE: there was no {BUILD} on the PATH, so the engine was neither built nor started."
+
+
 def launch(directory_name: str, config: dict[str, Any]) -> dict[str, str]:
     """Files by path that build the engine and serve it. directory_name: of the checkpoint. config: of the export."""
     length = config["max_position_embeddings"]
-    state = "Built here." if shutil.which(BUILD) else f"NOT RUN HERE: there was no {BUILD} on the PATH."
     script = f"""#!/bin/sh
 # Serve {directory_name} with TensorRT-LLM 1.2 or older: OpenAI-compatible API on port 8000. Arguments are passed on.
-# {state} The engine is built into trtllm_engine/ when that is not there, for this machine's GPU alone.
+# {note()} The engine is built into trtllm_engine/ when that is not there, for this machine's GPU alone.
 # BUILD=only  build, and do not serve
 # CONTEXT=N   longest sequence in tokens; by default what the model was made for ({length})
 # BATCH=N     most sequences at once; 64 by default
