@@ -173,10 +173,17 @@ def override(values: dict[str, Any], argument: str) -> None:
                 continue
             outer = ".".join(keys[:depth])
             raise RecipeError(f"{path}: {outer} is a list; its items are {outer}.0 to {outer}.{len(where) - 1}")
+        if isinstance(where, dict) and keys[depth - 1] == "train" and keys[depth].isdecimal():
+            outer, rest = ".".join(keys[:depth]), ".".join(keys[depth + 1 :])
+            raise RecipeError(
+                f"{path}: {outer} is one section, not a list; set "
+                + (f"{outer}.{rest}={text}" if rest else f"{outer}={text}, or {outer}='[...]' for several stages")
+            )
         if not isinstance(where, dict):
             outer, rest = ".".join(keys[:depth]), ": {".join(keys[depth:])
             word = "rate" if isinstance(where, int | float) else "name"  # what the short form stands for
-            beside = "" if where is None or isinstance(where, list) else f"{word}: {where}, "
+            is_bare = where is None or isinstance(where, list) or keys[depth - 1] == "learn"  # `learn: zero` is a key
+            beside = "" if is_bare else f"{word}: {where}, "
             raise RecipeError(
                 f"{path}: {outer} is {'null' if where is None else repr(where)}, which has no keys; give it whole: "
                 f"{outer}='{{{beside}{rest}: {text}{'}' * (len(keys) - depth)}'"

@@ -177,7 +177,8 @@ class Train(Section):
         {"bias": {}, "scale": {}},
         min_length=1,
         validate_default=True,
-        description="what is learned: files of qat/learn with a rate, or {rate: ..., option: ...}; null takes one out",
+        description="what is learned: files of qat/learn, by name, or with a rate, or {rate: ..., option: ...}; "
+        "null takes one out",
     )
     loss: dict[Literal["kl", "ce", "hidden"], PositiveFloat] = Field(
         {"kl": 1.0},
@@ -222,6 +223,7 @@ class Train(Section):
     @field_validator("learn", mode="before")
     @classmethod
     def _read_learn(cls, value: Any) -> Any:
+        value = [value] if isinstance(value, str) else value
         is_names = isinstance(value, list) and all(isinstance(key, str) for key in value)
         value = {key: {} for key in value} if is_names else value
         if not isinstance(value, dict):

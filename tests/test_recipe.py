@@ -85,6 +85,9 @@ def test_all_errors_come_at_once_with_their_paths_and_a_suggestion(fake_root: Pa
         (["variants.int={train: {teacher: x}}"], "variants.int.train.teacher: input should be 'resident' or"),
         (["train.micro_batch=3"], "train.micro_batch: 3 does not divide batch, which is 8"),
         (["train.warmup=20"], "train.warmup: 20 leaves no step at the full rate"),
+        (["train.0.steps=5"], "train.0.steps: train is one section, not a list; set train.steps=5"),
+        (["train.0={steps: 5}"], "train.0: train is one section, not a list; set train={steps: 5}, or train='[...]'"),
+        (["train.learn=zeros"], "train.learn.zeros: unknown key, did you mean 'zero'?"),
         (["train.learn={bias: 0}"], "train.learn.bias: input should be greater than 0, got 0"),
         (["train.learn={bias: null}"], "train.learn: dictionary should have at least 1 item"),
         (["calibrate.range.grid=0"], "calibrate.range.grid: input should be greater than 0, got 0"),
@@ -146,6 +149,7 @@ def test_what_can_work_is_not_refused(fake_root: Path) -> None:
     load(["recipe=small.yaml", "export.formats=dense", "export.engines=trtllm"])
     load(["recipe=small.yaml", "scheme.overrides={'*.down_proj': {group_size: 64}}"])
     load(["recipe=small.yaml", "gate=null", "data.evaluation=null"])
+    assert load(["recipe=small.yaml", "train.learn=bias"]) == load(["recipe=small.yaml", "train.learn=[bias]"])
     load(["recipe=small.yaml", "model.source=someone/a-hub-model", "data.calibration.source=someone/a-dataset"])
 
 
