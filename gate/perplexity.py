@@ -30,4 +30,4 @@ def judge(measured: dict[str, Any], parent: dict[str, Any], options: Options, sa
     if measured["perplexity"] is not None:
         found = _paired.perplexity_increase(measured, parent, sampling)
         text = f"perplexity {measured['perplexity']:.3f}, the parent's {parent['perplexity']:.3f}: {{value}}"
-    return [estimated(name, found, bound, "+.2%", text, "windows")]
+    return [estimated(name, found, bound, "+z.2%", text, "windows")]

@@ -50,5 +50,5 @@ def judge(measured: dict[str, Any], parent: dict[str, Any], options: Options, sa
             gain = _paired.gain(name, measured, parent, sampling)
             drop = _paired.negated(gain)
             text = f"{name}: {task['metric']} {task['score']:.2%}, the parent's {own['score']:.2%}: a drop of {{value}}"
-            checks.append(estimated(f"tasks.{name}.max_drop", drop, options.max_drop, "+.2%", text, "examples"))
+            checks.append(estimated(f"tasks.{name}.max_drop", drop, options.max_drop, "+z.2%", text, "examples"))
     return checks

@@ -6,6 +6,7 @@ and a key given twice is an error.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ import yaml
 
 from qat import plugins
 from qat.manifest import redact
-from qat.scheme import did_you_mean
 
 KEYWORDS = ("demo", "micro")  # model sources that are no path
 LARGEST = 10_000  # values in a recipe
@@ -143,7 +143,14 @@ def find_recipe(text: str) -> Path:
     for candidate in (path, plugins.ROOT / "recipes" / path):
         if os.path.isfile(candidate):  # unlike Path's, it takes any text
             return candidate
-    raise RecipeError(f"recipe={text}: no such file, nor recipes/{text}{did_you_mean(text, _shipped())}")
+    raise RecipeError(f"recipe={text}: no such file, nor recipes/{text}{_meant(text)}")
+
+
+def _meant(text: str) -> str:
+    """What to add to an error about a recipe that is not there; names are compared without their ending."""
+    stems = {Path(name).stem: name for name in _shipped()}
+    near = difflib.get_close_matches(Path(text).stem, stems, n=1)
+    return (f", did you mean {stems[near[0]]!r}?" if near else "") + f" (known: {', '.join(stems.values())})"
 
 
 def without_effect(overrides: list[str]) -> Iterator[str]:

@@ -69,6 +69,12 @@ class Job:
         self.made[index] = self.run.stage(
             step.name, content=step.content, work=work, parents=parents, variant=step.variant, everyone=everyone
         )
+        if step.kind == "train" and self.made[index].reused:
+            trackers = self.recipe_of(step).trainings[step.turn].trackers
+            if trackers:
+                report.say(
+                    f"{step.label}: reused, so {', '.join(trackers)} is told nothing; fresh=train trains it again"
+                )
         return self.made[index]
 
     def source(self, index: int) -> Stage:

@@ -6,6 +6,7 @@ the formulas in the docstrings; times are rough: floating-point operations at th
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,6 +223,11 @@ def check_disk(plan: Plan, recipe: Recipe) -> None:
         )
 
 
+def _shown(gb: float) -> float:
+    """Up to the next megabyte."""
+    return math.ceil(gb * 1000) / 1000
+
+
 def main(argv: list[str]) -> int:
     """`tare plan`: print the resolved recipe, the stages and the estimates. Raises RecipeError."""
     recipe = load(argv)
@@ -229,7 +235,8 @@ def main(argv: list[str]) -> int:
     plan = make(recipe)
     report.say(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120))
     rows = [
-        (row.step.label, row.key, row.state, *([row.needs.disk_gb, row.needs.memory_gb] if row.needs else [None, None]),
+        (row.step.label, row.key, row.state,
+         *([_shown(row.needs.disk_gb), _shown(row.needs.memory_gb)] if row.needs else [None, None]),
          report.duration(row.needs.seconds) if row.needs and row.state != "reused" else None)
         for row in plan.rows
     ]  # fmt: skip
@@ -239,7 +246,7 @@ def main(argv: list[str]) -> int:
         report.say(note)
     if all(row.needs for row in plan.rows):
         total = sum(row.needs.seconds for row in plan.rows if row.needs and row.state != "reused")
-        disk = f"{plan.disk_gb:.3g} GB of disk ({plan.free_gb:.3g} GB free)"
+        disk = f"{_shown(plan.disk_gb):.3g} GB of disk ({plan.free_gb:.3g} GB free)"
         report.say(f"to do: {disk}, roughly {report.duration(total)} at {plan.rate}")
     check_disk(plan, recipe)
     return 0

@@ -240,3 +240,11 @@ def test_training_that_goes_wrong_is_a_failure_of_the_run(tmp_path: Path, unrele
     assert code == 1 and summary["status"] == "failed" and "made the model worse" in summary["error"]
     assert [stage["name"] for stage in summary["stages"]] == ["calibrate"] and list(folder.glob("release-*")) == []
     assert torch.is_grad_enabled()
+
+
+def test_trackers_of_a_stage_that_is_reused_are_said_to_hear_nothing(
+    unreleased: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for trackers, said in (("tensorboard", True), ("[]", False)):
+        code, _ = micro(unreleased, f"train.trackers={trackers}", "until=train")
+        assert code == 0 and ("reused, so tensorboard is told nothing" in capsys.readouterr().out) == said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 import shutil
 import struct
 import subprocess
@@ -206,6 +207,11 @@ def test_what_does_not_fit_the_model_is_said_by_the_plan(model: Path, overrides:
     with pytest.raises(RecipeError, match=f"(?s){why}"):
         plan.make(load([*fits, "calibrate.range=activation", *overrides]))
     plan.make(load([*fits, "scheme.skip=[lm_head, '*.down_proj']"]))
+
+
+def test_a_small_need_is_a_whole_megabyte(model: Path) -> None:
+    planned = CliRunner().invoke(app, ["plan", "recipe=small.yaml"]).output
+    assert re.search(r"gate +│ \w+ │ run +│ +0\.001 │", planned) and "e-0" not in planned, planned
 
 
 @pytest.mark.parametrize("count", [None, "2", -1, 10**9, 3])

@@ -207,6 +207,8 @@ def test_files_that_are_no_recipe(fake_root: Path) -> None:
         with pytest.raises(RecipeError, match=r"odd\.yaml") as caught:
             load(["recipe=odd.yaml"])
         assert words in str(caught.value)
+    with pytest.raises(RecipeError, match=r"nor recipes/nope\.yaml \(known: .*small\.yaml\)$"):
+        load(["recipe=nope.yaml"])
     with pytest.raises(RecipeError, match=r"did you mean 'small\.yaml'"):
         load(["recipe=smal.yaml"])
     with pytest.raises(RecipeError, match=r"give one recipe=FILE, got 0; recipes/ has: small\.yaml"):

@@ -158,7 +158,7 @@ def test_the_engine_is_built_where_the_program_is_and_the_script_says_so_otherwi
 def test_card_and_run_say_that_the_engine_was_not_built(tmp_path: Path) -> None:
     _, folder = export(tmp_path, "int4")
     row = {"state": "modelopt", "perplexity": 9.0, "kl": 0.1, "top1": 0.9, "bits_per_weight": 4.2, "size_on_disk": 1}
-    row |= {"increase": 0.1, "increase_low": None, "increase_high": None, "kl_low": None, "kl_high": None}
+    row |= {"increase": -1e-6, "increase_low": None, "increase_high": None, "kl_low": None, "kl_high": None}
     named = {"name": "none"}
     facts = {
         **{"base_model": "tiny", "revision": None, "license": None, "scheme": "int4-g128", "format": "modelopt"},
@@ -169,7 +169,8 @@ def test_card_and_run_say_that_the_engine_was_not_built(tmp_path: Path) -> None:
     }
     (note,) = release(folder, tmp_path / "release", "tiny", ["trtllm_legacy"], facts)
     assert note.startswith("trtllm_legacy: NOT RUN HERE: there was no trtllm-build on the PATH")
-    assert plain(note) in (tmp_path / "release/README.md").read_text().splitlines()
+    card = (tmp_path / "release/README.md").read_text()
+    assert plain(note) in card.splitlines() and "perplexity +0.00% against" in card  # no -0.00%
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])

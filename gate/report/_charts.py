@@ -103,7 +103,7 @@ def _stages(data: dict[str, Any]) -> Chart | None:
     variants = list(dict.fromkeys(row["state"].rpartition("/")[0] for _, row in found))
     for place, (i, row) in enumerate(found):
         top, series = svg.TOP + ROW * place, variants.index(row["state"].rpartition("/")[0])
-        won = "" if row["kl_recovered"] is None else f", {row['kl_recovered']:.1%} won back"
+        won = "" if row["kl_recovered"] is None else f", {row['kl_recovered']:z.1%} won back"
         parts.append(svg.text(x(0), top + 12, f"{row['state']}  {row['kl']:.5f}{won}"))
         said = f"{row['state']}: KL {row['kl']:.5f}"
         parts.append(svg.bar(x(0), x(row["kl"]), top + 16, BAR, series, said, f"/table/{i}/kl"))

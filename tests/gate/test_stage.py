@@ -175,3 +175,8 @@ def test_nothing_is_recovered_of_a_loss_that_may_be_noise() -> None:
     assert recovered([one + 0.1 for one in own], [0.10, 0.0, 0.0, 0.0])[1] is None
     perplexity, _ = recovered([one + 0.1 for one in own], [0.1] * 4)
     assert perplexity is not None and perplexity > 1, "what is lost for certain is compared with"
+
+
+def test_no_loss_at_all_is_not_written_as_a_negative_one() -> None:
+    spec = {key: spec for key, _, spec in table.COLUMNS}["kl_recovered"]
+    assert [table.cell(value, spec) for value in (-1e-6, 0.5, -0.5)] == ["0.0%", "50.0%", "-50.0%"]
