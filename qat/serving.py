@@ -47,8 +47,8 @@ def need_lm_eval() -> None:
     """Raise RecipeError when lm-evaluation-harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise RecipeError(
-            "gate.tasks.lm_eval needs lm-evaluation-harness: pip install 'tare-llm[eval]', or leave it out and name "
-            "files of examples in gate.tasks.offline"
+            "gate.tasks.lm_eval needs lm-evaluation-harness: .venv/bin/pip install -e '.[eval]' in Tare's folder, or "
+            "leave it out and name files of examples in gate.tasks.offline"
         )
 
 

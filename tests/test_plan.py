@@ -225,6 +225,6 @@ def test_lm_eval_that_is_not_installed_is_said_by_the_plan(monkeypatch: pytest.M
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     asked = ["plan", "recipe=micro.yaml", f"output={tmp_path}", "gate.tasks.lm_eval=[arc_easy]"]
     done = CliRunner().invoke(app, asked)
-    assert done.exit_code == 2 and "pip install 'tare-llm[eval]'" in done.output, done.output
+    assert done.exit_code == 2 and ".venv/bin/pip install -e '.[eval]'" in done.output, done.output
     assert CliRunner().invoke(app, [*asked, "until=export"]).exit_code == 0
     assert CliRunner().invoke(app, [*asked[:-1], "gate.tasks.limit=3"]).exit_code == 0, "nothing to be read yet"
