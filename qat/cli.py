@@ -42,22 +42,41 @@ class RecipeCommand(TyperCommand):
         )
 
 
-def _keys(section: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, what it is and its default) for every field below a section."""
+def _keys(section: Any, path: str = "", listed: dict[Any, str] | None = None) -> Iterator[tuple[str, str]]:
+    """(dotted key, what it is and its default) for every field below a section.
+
+    listed: sections with the place where their keys stand; defaults of one place would mislead in another.
+    """
     from pydantic_core import PydanticUndefined
 
     from qat.scheme import Section
 
+    listed = {} if listed is None else listed
     for name, field in section.model_fields.items():
         inner = [t for t in _types(field.annotation) if isinstance(t, type) and issubclass(t, Section)]
         nested = [t for t in inner if t.__name__ not in ("Choice", "Section")]
+        if nested and nested[0] in listed:
+            yield f"{path}{name}", f"{field.description}; keys as in {listed[nested[0]]}"
+            continue
         if nested:
+            listed[nested[0]] = f"{path}{name}"
             if field.description:
                 yield f"{path}{name}", field.description
-            yield from _keys(nested[0], f"{path}{name}.")
+            yield from _keys(nested[0], f"{path}{name}.", listed)
             continue
         default = "" if field.default is PydanticUndefined else f" [{json.dumps(field.default, default=dict)}]"
         yield f"{path}{name}", f"{field.description}{default}"
+        if name == "gate":
+            yield from _checks()
+
+
+def _checks() -> Iterator[tuple[str, str]]:
+    """(dotted key, what it is and the names of its options) for every file of gate/."""
+    from qat import plugins
+
+    for name in plugins.names("gate"):
+        options = ", ".join(plugins.options("gate", name).model_fields)
+        yield f"gate.{name}", plugins.summary("gate", name) + (f" Options: {options}" if options else "")
 
 
 def _types(annotation: Any) -> list[Any]:

@@ -81,6 +81,12 @@ def _also_called(package: str, name: str) -> tuple[str, ...]:
     return _literal(package, name, "ALSO_CALLED") or ()
 
 
+def summary(package: str, name: str) -> str:
+    """The first paragraph of a plugin's docstring, as one line."""
+    text = ast.get_docstring(_parse(*_file(package, name))) or ""
+    return " ".join(text.partition("\n\n")[0].split())
+
+
 def version(package: str, name: str) -> int:
     """The `VERSION` of a plugin: raised whenever its numbers change, so that cached results are not reused."""
     return int(literal(package, name, "VERSION"))

@@ -155,7 +155,12 @@ class Scheme(Section):
     """
 
     weights: TensorFormat = Field(TensorFormat(group_size=128), description="how weights are stored; group_size 128")
-    inputs: TensorFormat | None = Field(None, description="how activations are (int8, fp8); null: as they are")
+    inputs: TensorFormat | None = Field(
+        None,
+        description="how activations are: beside int8 weights {dtype: int8, per: token, dynamic: true}; beside "
+        "fp8_e4m3 and int4 ones {dtype: fp8_e4m3, per: tensor}, or for fp8_e4m3 per: token or group, dynamic; null: as "
+        "they are",
+    )
     kv_cache: TensorFormat | None = Field(
         None, description="{dtype: fp8_e4m3, per: tensor}: static scales for an fp8 KV cache; null: the engine decides"
     )

@@ -185,6 +185,11 @@ def test_the_command_line() -> None:
     assert runner.invoke(app, ["--version"]).output.startswith("tare 0.")
     shown = runner.invoke(app, ["run", "--help"])
     assert shown.exit_code == 0
+    said = " ".join(shown.output.split())
+    assert "scheme.inputs.dtype" not in said and "keys as in scheme.weights" in said
+    for check in (path.stem for path in (Path(__file__).parents[1] / "gate").glob("[!_]*.py")):
+        assert f"gate.{check} " in said
+    assert "gate.perplexity Perplexity on held-out text" in said and "Options: max_relative_increase" in said
     for key in ("model.source", "scheme.weights.group_size", "train.learn", "gate", "variants", "Exit codes"):
         assert key in shown.output
     wrong = runner.invoke(app, ["plan", "recipe=nowhere.yaml"])
