@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from gate import _examples
 from qat.cli import app
 from qat.micro import make_micro
 from qat.plugins import ROOT
@@ -202,6 +204,19 @@ def test_the_gate_section_of_the_readme_is_one(tmp_path: Path, monkeypatch: pyte
     (block,) = (block for language, block in BLOCKS if language == "yaml")
     gate = yaml.safe_load(block)["gate"]
     assert set(load(["recipe=micro.yaml", f"gate={json.dumps(gate)}"]).gate or {}) == set(gate)
+
+
+def test_every_kind_of_example_is_read_as_the_readme_shows(tmp_path: Path) -> None:
+    (block,) = (block for language, block in BLOCKS if language == "json")
+    path = tmp_path / "task.jsonl"
+    rows = [json.loads(line) for line in block.splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(make_micro(tmp_path / "micro"))
+    for row in rows:
+        path.write_text(json.dumps(row))
+        (found,) = _examples.read(path, tokenizer, None, None)
+        assert isinstance(found, _examples.Prompt if "prompt" in row else _examples.Example)
+    kinds = [{"context", "choices", "answer"}, {"context", "continuation"}]
+    assert [set(row) for row in rows] == [*kinds, {"prompt", "answer", "match", "max_tokens", "stop"}]
 
 
 def test_mistakes_are_reported_as_the_readme_shows() -> None:
