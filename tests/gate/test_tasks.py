@@ -161,7 +161,7 @@ def test_lm_eval_that_is_not_installed_is_said(micro: Path, monkeypatch: pytest.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     state = stage.plain_state("parent", micro)
     measured = {"states": {"parent": {"fingerprint": "x"}}}
-    with pytest.raises(ValueError, match=r"pip install 'tare-llm\[eval\]'"):
+    with pytest.raises(ValueError, match=r"\.venv/bin/pip install -e '\.\[eval\]'"):
         stage.measure_tasks(measured, [state], None, tasks.Options(lm_eval=["arc_easy"]), Path("unused"))
 
 
