@@ -94,9 +94,8 @@ def test_a_read_only_run_folder(place: Place, capsys: pytest.CaptureFixture[str]
 
 
 def test_two_runs_in_one_folder(place: Place, capsys: pytest.CaptureFixture[str], note: Note) -> None:
-    before = place.files(place.run)
     with Run(load(place.command())):
-        summary = place.summary
+        before, summary = place.files(place.run), place.summary
         assert place.start("export.formats=[awq]") == 1
         error = capsys.readouterr().err
         assert f"micro is in use by process {os.getpid()}" in error and "name=..." in error
@@ -226,7 +225,8 @@ def test_a_key_given_twice_on_the_command_line(place: Place, capsys: pytest.Capt
     assert "train.steps=4 has no effect, as train.steps=5 comes after it; give one of them" in error
     assert main([*place.command(), "train.steps=4", "train=null"]) == 2
     assert "train.steps=4 has no effect, as train=null comes after it" in capsys.readouterr().err
-    assert place.files(place.run) == before and place.summary["status"] == "failed"
+    assert place.summary["status"] == "failed"
+    intact(place, before, failed=True)
     note("a key given twice on the command line", "recipe", shown(error, place))
 
 
