@@ -11,6 +11,7 @@ choice leaves in 16 bits.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -106,6 +107,8 @@ def _check(base: Recipe, own: Mapping[str, Any]) -> None:
         wrong.append(f"bits: {bits!r} is not a number of bits per weight up to 16, such as bits=4.5")
     if "out" in own and "bits" not in own:
         wrong.append("out: without a budget nothing is chosen that could be written; add bits=4.5")
+    if "out" in own and (not (folder := Path(str(own["out"])).parent).is_dir() or not os.access(folder, os.W_OK)):
+        wrong.append(f"out: {folder} is no folder that this user may write in; make it, or name a file elsewhere")
     if base.variants:
         given = ", ".join(base.variants)
         wrong.append(f"variants: one scheme is measured, and there are {given}; set variants={{}}")
