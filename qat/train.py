@@ -37,6 +37,7 @@ def run(recipe: Recipe) -> int:
             serving.check(recipe)
         job = Job(folder, pipeline.task_texts)
         plan.check_disk(plan.make(recipe), recipe)  # now that the parent is here and was found good
+        pipeline.check(job)
         for index, step in enumerate(job.steps):
             job.stage(index, partial(STAGES[step.kind], job, index), everyone=step.kind in ("calibrate", "train"))
         verdict = pipeline.judge(job)
