@@ -33,7 +33,7 @@ from qat.model import Model
 from qat.ranks import RunError
 from qat.recipe import Recipe, RecipeError, load
 from qat.scheme import TensorFormat
-from qat.stages import Run
+from qat.stages import INTERRUPTED, STOPPED, Run
 
 Candidates = Mapping[str, TensorFormat | None]  # by label, the recipe's own first; None leaves a group as it is
 OWN = ("bits", "candidates", "out")
@@ -49,6 +49,9 @@ def main(argv: list[str]) -> int:
     except RecipeError as error:
         report.complain(str(error))
         return 2
+    except KeyboardInterrupt:
+        report.complain(STOPPED)
+        return INTERRUPTED
     except (ValueError, RunError, FloatingPointError, OSError) as error:
         report.complain(manifest.told(error))
         return 1

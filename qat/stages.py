@@ -26,6 +26,7 @@ from qat.recipe import Recipe, RecipeError
 
 EXIT_CODES = {"released": 0, "ungated": 0, "failed": 1, "refused": 3, "anomalous": 3, "inconclusive": 4}
 UNFINISHED = "the run has not finished: it is still going, or it was killed"
+INTERRUPTED, STOPPED = 130, "stopped; the same command goes on where it was"  # of Ctrl-C: exit code, and what is said
 ABANDONED_SECONDS = 86400.0
 PARTIAL, OLD = ".partial", ".old"
 
