@@ -13,6 +13,7 @@ import fcntl
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ class Run:
             manifest.write_json(self.folder / "summary.json", unfinished)
             unjudged.write(self.folder, self.recipe.name, "failed", UNFINISHED)
         with suppress(ValueError):  # not the main thread: then somebody else minds the signals
-            self._on_term = signal.signal(signal.SIGTERM, lambda *_: _raise_exit())
+            self._on_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -345,7 +346,3 @@ def _relative(value: Any, folder: Path) -> Any:
     if isinstance(value, list | tuple):
         return [_relative(inner, folder) for inner in value]
     return value
-
-
-def _raise_exit() -> None:
-    raise SystemExit(128 + signal.SIGTERM)
