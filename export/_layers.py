@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from qat.arch import Arch
 from qat.artifact import OVERLAY, REST, Artifact
-from qat.scheme import TensorFormat, kind_of
+from qat.coverage import Layer
 
 if TYPE_CHECKING:
     from export.carrier import Carrier
@@ -33,25 +33,6 @@ DTYPES = {
 class Stored(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-
-class Layer(NamedTuple):
-    """One quantized linear: `rows` outputs (N), `columns` inputs (K). inputs: how its activations are quantized."""
-
-    name: str
-    rows: int
-    columns: int
-    fmt: TensorFormat
-    inputs: TensorFormat | None = None
-
-    @property
-    def groups(self) -> int:
-        """Scales in a row."""
-        return self.fmt.scale_shape(self.rows, self.columns)[1]
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self.fmt, self.inputs)
 
 
 def by_number(name: str) -> list[tuple[int, str]]:
@@ -132,32 +113,6 @@ def check_range(format_name: str, artifact: Artifact, dtype: torch.dtype) -> Non
                     f"{name} holds {largest:.6g}, but {format_name} would be served in {dtype}, at most {most:g}; "
                     "set model.dtype to bfloat16"
                 )
-
-
-def check_multiples(who: str, layers: Sequence[Layer], rows: int = 1, columns: int = 1) -> None:
-    """Outputs and inputs of every layer are multiples of what `who` (a format or engine) works in."""
-    for layer in layers:
-        for value, unit, what in ((layer.rows, rows, "outputs"), (layer.columns, columns, "inputs")):
-            if value % unit:
-                raise ValueError(
-                    f"{layer.name} has {value} {what}; {who} takes multiples of {unit}. Leave it unquantized "
-                    f"(scheme.skip: [{layer.name}]) or choose another of export.formats"
-                )
-
-
-def check_fused(who: str, layers: Sequence[Layer], arch: Arch) -> None:
-    """Linears that read the same input are stored alike: engines run them as one."""
-    by_name = {layer.name: layer.fmt for layer in layers}
-    blocks = {int(layer.name[len(arch.blocks) + 1 :].partition(".")[0]) for layer in layers}
-    for block in sorted(blocks):
-        for names in arch.fused(block):
-            for name in names[1:]:
-                ours, first = by_name.get(name), by_name.get(names[0])
-                if ours != first:
-                    raise ValueError(
-                        f"{name} is {ours or 'not quantized'}, {names[0]} is {first or 'not quantized'}: {who} runs "
-                        "them as one linear; give all of them the same scheme.overrides, or skip all"
-                    )
 
 
 def check_shared_scales(who: str, artifact: Artifact, layers: Sequence[Layer], arch: Arch) -> None:

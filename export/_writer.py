@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from export._layers import Layer, by_number, layers, stored
+from export._layers import by_number, layers, stored
 from export.carrier import Carrier, keep_tokenizer
 from qat.artifact import CACHE_SCALES, Artifact
 from qat.checkpoint import INDEX
+from qat.coverage import Layer
 from qat.index import side_files
 
 CODE_OF = {  # in the order in which the library lays tensors out: a wide one first, so that each is aligned

@@ -13,6 +13,7 @@ from export.carrier import Carrier, carrier
 from qat import plugins
 from qat.arch import Arch, arch_of
 from qat.artifact import Artifact
+from qat.coverage import check_engines, loads
 from qat.scheme import Scheme
 
 
@@ -45,12 +46,6 @@ def run(
     return done
 
 
-def loads(engine: str, format_name: str, kinds: Collection[str] = ()) -> bool:
-    """Whether `engine` loads `format_name` holding `kinds` (of `Scheme.kinds`)."""
-    table = plugins.literal("export.engines", engine, "LOADS")
-    return format_name in table and set(kinds) <= table[format_name]
-
-
 def loaders(engines: Collection[str], format_name: str, scheme: Scheme) -> list[str]:
     """Those of `engines` that load a model of this scheme in `format_name`, its KV-cache scales included."""
     able = [engine for engine in engines if loads(engine, format_name, scheme.kinds)]
@@ -73,6 +68,4 @@ def check(artifact: Artifact, chosen: Carrier, formats: Collection[str], engines
         plugins.find("export.formats", name).check(artifact, chosen)
         if name != "dense":  # which is loaded in a dtype that holds everything
             check_range(name, artifact, chosen.dtype)
-        for engine in engines:
-            if loads(engine, name, {layer.kind for layer in found}):
-                plugins.find("export.engines", engine).check(name, found, chosen.arch)
+    check_engines(found, chosen.arch, formats, engines)

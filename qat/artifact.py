@@ -17,6 +17,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,15 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 def save_whole(tensors: dict[str, Tensor], path: Path) -> None:
     """safetensors' `save_file`, with an OSError for what the disk refuses."""
-    try:
+    with refusals(path):
         save_file(tensors, path, metadata={"format": "pt"})
+
+
+@contextmanager
+def refusals(path: Path) -> Iterator[None]:
+    """Safetensors' own error for what the disk refuses becomes an OSError of `path`."""
+    try:
+        yield
     except SafetensorError as error:
         if refused := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(refused[1]), os.strerror(int(refused[1])), str(path)) from error

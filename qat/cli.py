@@ -38,7 +38,8 @@ class RecipeCommand(TyperCommand):
         formatter.write("\nKeys of a recipe, with their defaults:\n")
         formatter.write_dl(list(_keys(Recipe)), col_max=34)
         formatter.write(
-            "\nExit codes: 0 released or ungated, 1 failed, 2 recipe or usage, 3 the gate said no, 4 inconclusive\n"
+            "\nExit codes: 0 released or ungated, 1 failed, 2 recipe or usage, 3 the gate said no, 4 inconclusive,"
+            "\n130 stopped by Ctrl-C, 143 by SIGTERM\n"
         )
 
 

@@ -5,12 +5,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+from qat import plugins
 from qat.arch import Arch
-from qat.scheme import Scheme, TensorFormat, matches
+from qat.scheme import Scheme, TensorFormat, kind_of, matches
 
 SMALLEST_OFFERED = 8  # group sizes under this are not offered: a scale would cost more than the codes
+
+
+class Layer(NamedTuple):
+    """One quantized linear: `rows` outputs (N), `columns` inputs (K). inputs: how its activations are quantized."""
+
+    name: str
+    rows: int
+    columns: int
+    fmt: TensorFormat
+    inputs: TensorFormat | None = None
+
+    @property
+    def groups(self) -> int:
+        """Scales in a row."""
+        return self.fmt.scale_shape(self.rows, self.columns)[1]
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.fmt, self.inputs)
 
 
 def formats(arch: Arch, inputs: Mapping[str, int], scheme: Scheme) -> dict[str, TensorFormat]:
@@ -61,6 +82,26 @@ def whole_groups(arch: Arch, num_blocks: int, scheme: Scheme) -> None:
                     f"scheme.skip leaves {', '.join(kept)} as they are, but engines run {listed(names)} as one; skip "
                     "all of them or none, or export dense only"
                 )
+
+
+def loads(engine: str, format_name: str, kinds: Collection[str] = ()) -> bool:
+    """Whether `engine` loads `format_name` holding `kinds` (of `Scheme.kinds`)."""
+    table = plugins.literal("export.engines", engine, "LOADS")
+    return format_name in table and set(kinds) <= table[format_name]
+
+
+def check_engines(found: Sequence[Layer], arch: Arch, formats: Collection[str], engines: Collection[str]) -> None:
+    """Raise ValueError with what every engine has against the layers, in those of the formats that it loads."""
+    wrong, kinds = dict[str, None](), {layer.kind for layer in found}
+    for name in formats:
+        for engine in engines:
+            if loads(engine, name, kinds):
+                try:
+                    plugins.find("export.engines", engine).check(name, found, arch)
+                except ValueError as error:
+                    wrong[str(error)] = None
+    if wrong:
+        raise ValueError("\n".join(wrong))
 
 
 def _check_shared(arch: Arch, num_blocks: int, found: Mapping[str, TensorFormat]) -> None:

@@ -17,6 +17,8 @@ def make_micro(folder: Path) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+    from qat.artifact import refusals
+
     part = folder.with_name(f"{folder.name}.part{os.getpid()}")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = {letter: number for number, letter in enumerate(["<|endoftext|>", *alphabet])}
@@ -36,7 +38,7 @@ def make_micro(folder: Path) -> Path:
         eos_token_id=0,
         initializer_range=0.1,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), refusals(part):
         torch.manual_seed(SEED)
         LlamaForCausalLM(config).bfloat16().save_pretrained(part)
     try:

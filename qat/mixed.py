@@ -11,6 +11,7 @@ choice leaves in 16 bits.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,7 +33,7 @@ from qat.model import Model
 from qat.ranks import RunError
 from qat.recipe import Recipe, RecipeError, load
 from qat.scheme import TensorFormat
-from qat.stages import Run
+from qat.stages import INTERRUPTED, STOPPED, Run
 
 Candidates = Mapping[str, TensorFormat | None]  # by label, the recipe's own first; None leaves a group as it is
 OWN = ("bits", "candidates", "out")
@@ -48,6 +49,9 @@ def main(argv: list[str]) -> int:
     except RecipeError as error:
         report.complain(str(error))
         return 2
+    except KeyboardInterrupt:
+        report.complain(STOPPED)
+        return INTERRUPTED
     except (ValueError, RunError, FloatingPointError, OSError) as error:
         report.complain(manifest.told(error))
         return 1
@@ -106,6 +110,8 @@ def _check(base: Recipe, own: Mapping[str, Any]) -> None:
         wrong.append(f"bits: {bits!r} is not a number of bits per weight up to 16, such as bits=4.5")
     if "out" in own and "bits" not in own:
         wrong.append("out: without a budget nothing is chosen that could be written; add bits=4.5")
+    if "out" in own and (not (folder := Path(str(own["out"])).parent).is_dir() or not os.access(folder, os.W_OK)):
+        wrong.append(f"out: {folder} is no folder that this user may write in; make it, or name a file elsewhere")
     if base.variants:
         given = ", ".join(base.variants)
         wrong.append(f"variants: one scheme is measured, and there are {given}; set variants={{}}")

@@ -31,13 +31,21 @@ def task_texts(recipe: Recipe) -> Mapping[str, Iterable[str]]:
     return gate.stage.task_texts(asked["offline"], asked["lm_eval"]) if asked else {}
 
 
+def check(job: Job) -> None:
+    """Raise ValueError for what a late stage would find only then: examples of tasks, packages of trackers."""
+    recipe, parent = job.recipe, job.parent
+    for variant, one in recipe.by_variant:
+        for place, train in enumerate(one.trainings if recipe.until != "calibrate" else ()):
+            where = f"train.{place}.trackers" if isinstance(one.train, list) else "train.trackers"
+            training.check_trackers(train.trackers, f"variant {variant}: {where}" if variant else where)
+    if any(step.kind == "gate" for step in job.steps) and (tasks := (recipe.gate or {}).get("tasks")):
+        gate.stage.examples_of(tasks, parent.tokenizer, parent.config)
+
+
 def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
     """Parent -> artifact: integer codes, scales, zero points; block by block, on all ranks."""
     PartialState(cpu=job.device.type == "cpu")  # opens the process group when there are several ranks
     job.check_texts()
-    for _, one in job.recipe.by_variant:
-        for train in one.trainings:
-            training.check_trackers(train.trackers)
     recipe, parent = job.recipe_of(job.steps[index]), job.parent
     methods = {question: getattr(recipe.calibrate, question) for question in calibrate.observe.QUESTIONS}
     if set(recipe.export.formats) - {"dense"}:

@@ -16,7 +16,7 @@ import psutil
 import yaml
 
 from qat import coverage, manifest, outline, report, serving, sizes
-from qat.arch import arch_of
+from qat.arch import arch_of, known
 from qat.index import model_files
 from qat.outline import Step
 from qat.recipe import Recipe, RecipeError, load
@@ -157,7 +157,8 @@ def make(recipe: Recipe) -> Plan:
 
 
 def check_scheme(recipe: Recipe, folder: Path) -> None:
-    """Raise RecipeError when the scheme of a variant does not fit the model: patterns that name nothing, group sizes.
+    """Raise RecipeError when the scheme of a variant does not fit the model: patterns that name nothing, group sizes,
+    and what the engines of export.engines do not take.
 
     Raises ValueError for an architecture that is not known, and for weight files that lack a linear of it.
     """
@@ -170,12 +171,19 @@ def check_scheme(recipe: Recipe, folder: Path) -> None:
     linears = [name for index in range(config["num_hidden_layers"]) for name in arch.block_linears(index)]
     if missing := [name for name in linears if len(shapes.get(f"{name}.weight", ())) != 2]:
         raise ValueError(f"{folder} lacks {missing[0]}.weight, or has it in another shape; fetch the model again")
+    written = known()[arch.relabel_to] if arch.relabel_to else arch  # what an export with biases may be written as
     inputs = {name: shapes[f"{name}.weight"][1] for name in linears}
     for variant, one in recipe.by_variant:
         try:
-            coverage.formats(arch, inputs, one.scheme)
+            found = coverage.formats(arch, inputs, one.scheme)
             if set(one.export.formats) - {"dense"}:
                 coverage.whole_groups(arch, config["num_hidden_layers"], one.scheme)
+            if one.until not in ("calibrate", "train"):
+                layers = [
+                    coverage.Layer(name, shapes[f"{name}.weight"][0], inputs[name], fmt, one.scheme.inputs)
+                    for name, fmt in found.items()
+                ]
+                coverage.check_engines(layers, written, one.export.formats, one.export.engines)
         except ValueError as error:
             raise RecipeError(f"variant {variant}: {error}" if variant else str(error)) from error
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +29,7 @@ from rich.table import Table
 from qat.manifest import redact
 
 PLAIN_WIDTH = 160  # of tables that go to a file
+NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # what XML 1.0 has no way to write
 LINE_EVERY_SECONDS, FIRST_LINE_SECONDS = 10.0, 3.0
 
 
@@ -40,6 +43,12 @@ def plain(text: str) -> str:
 def plural(number: int, what: str) -> str:
     """`1 passage`, `2,000 passages`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def xml(root: ElementTree.Element) -> str:
+    """An indented document, with a replacement character for each that XML cannot hold."""
+    ElementTree.indent(root)
+    return NOT_XML.sub("\ufffd", ElementTree.tostring(root, encoding="unicode", xml_declaration=True)) + "\n"
 
 
 def is_main() -> bool:

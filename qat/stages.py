@@ -13,6 +13,7 @@ import fcntl
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,12 +21,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from qat import __version__, arguments, manifest, report
+from qat import __version__, arguments, manifest, report, unjudged
 from qat.ranks import RankLog, RunError
 from qat.recipe import Recipe, RecipeError
 
 EXIT_CODES = {"released": 0, "ungated": 0, "failed": 1, "refused": 3, "anomalous": 3, "inconclusive": 4}
 UNFINISHED = "the run has not finished: it is still going, or it was killed"
+INTERRUPTED, STOPPED = 130, "stopped; the same command goes on where it was"  # of Ctrl-C: exit code, and what is said
 ABANDONED_SECONDS = 86400.0
 PARTIAL, OLD = ".partial", ".old"
 
@@ -61,7 +63,8 @@ def kind(name: str) -> str:
 
 
 class Run:
-    """The folder runs/<name>, locked while the context is open; `summary.json` is rewritten when it closes.
+    """The folder runs/<name>, locked while the context is open. While it is, and when it ends with an error, its
+    summary.json, summary.md and junit.xml say `failed`, and an earlier run's verdict and report are gone.
 
     rank, world_size: of this process, from RANK and WORLD_SIZE when not given. Raises RunError when another run has the
     folder, and on the other ranks when rank 0 failed.
@@ -89,9 +92,11 @@ class Run:
             self._sweep()
             # whatever ends this process without a word, an earlier run's verdict must not stand for this one
             unfinished = {**self.summary(), "status": "failed", "error": UNFINISHED}
+            unjudged.forget(self.folder)
             manifest.write_json(self.folder / "summary.json", unfinished)
+            unjudged.write(self.folder, self.recipe.name, "failed", UNFINISHED)
         with suppress(ValueError):  # not the main thread: then somebody else minds the signals
-            self._on_term = signal.signal(signal.SIGTERM, lambda *_: _raise_exit())
+            self._on_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -104,7 +109,12 @@ class Run:
             text = "interrupted" if interrupted else manifest.told(error)
             self._log.fail(text)
             self._finish = {**self._finish, "status": "failed", "error": text}
+            unjudged.forget(self.folder)
         manifest.write_json(self.folder / "summary.json", self.summary())
+        if error is not None:
+            unjudged.write(self.folder, self.recipe.name, "failed", text)
+        elif self._finish["status"] == "ungated":
+            unjudged.write(self.folder, self.recipe.name, "ungated", unjudged.NO_GATE)
         self._lock.close()
 
     def _sweep(self) -> None:
@@ -257,7 +267,7 @@ class Run:
 
 
 def disown(argv: list[str], error: str) -> None:
-    """Let summary.json of the folder that a bad command line names say `failed`, not what an earlier run came to."""
+    """Let the folder that a bad command line names say `failed`, not what an earlier run of it came to."""
     try:
         _, values, _ = arguments.read(argv)
     except RecipeError:
@@ -265,7 +275,10 @@ def disown(argv: list[str], error: str) -> None:
     path = Path(str(values.get("output", "runs"))) / str(values.get("name")) / "summary.json"
     if report.is_main() and path.is_file():
         before = _summary_of(path.parent)
-        manifest.write_json(path, {**before, "status": "failed", "error": manifest.redact(error), "stages": []})
+        nothing: dict[str, Any] = {"exports": {}, "verdict": None, "report": None, "stages": []}
+        unjudged.forget(path.parent)
+        manifest.write_json(path, {**before, **nothing, "status": "failed", "error": manifest.redact(error)})
+        unjudged.write(path.parent, str(values["name"]), "failed", manifest.redact(error))
 
 
 def _summary_of(folder: Path) -> dict[str, Any]:
@@ -333,7 +346,3 @@ def _relative(value: Any, folder: Path) -> Any:
     if isinstance(value, list | tuple):
         return [_relative(inner, folder) for inner in value]
     return value
-
-
-def _raise_exit() -> None:
-    raise SystemExit(128 + signal.SIGTERM)

@@ -20,7 +20,7 @@ from qat import manifest, pipeline, plan, report, serving
 from qat.job import Job
 from qat.ranks import RunError, leave
 from qat.recipe import Recipe, RecipeError, load
-from qat.stages import Run, disown
+from qat.stages import INTERRUPTED, STOPPED, Run, disown
 
 STAGES = {
     "calibrate": pipeline.calibrate_,  # parent -> integer codes, scales, zero points
@@ -37,6 +37,7 @@ def run(recipe: Recipe) -> int:
             serving.check(recipe)
         job = Job(folder, pipeline.task_texts)
         plan.check_disk(plan.make(recipe), recipe)  # now that the parent is here and was found good
+        pipeline.check(job)
         for index, step in enumerate(job.steps):
             job.stage(index, partial(STAGES[step.kind], job, index), everyone=step.kind in ("calibrate", "train"))
         verdict = pipeline.judge(job)
@@ -57,6 +58,9 @@ def main(argv: list[str]) -> int:
         report.complain(str(error))
         disown(argv, str(error))
         return 2
+    except KeyboardInterrupt:
+        report.complain(STOPPED)
+        return INTERRUPTED
     except (ValueError, RunError, FloatingPointError, OSError) as error:
         report.complain(manifest.told(error))
         return 1

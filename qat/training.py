@@ -136,12 +136,15 @@ def run(
     return metrics | ({"teacher_tail": teacher.tail} if isinstance(teacher, TopCache) else {})
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise ValueError for a tracker whose package is not installed: Accelerate leaves it out without a word."""
+def check_trackers(names: Sequence[str], where: str = "train.trackers") -> None:
+    """Raise ValueError for a tracker whose package is not installed: Accelerate leaves it out without a word.
+
+    where: the key of the recipe that names them.
+    """
     there = {str(name) for name in get_available_trackers()}
     for name in names:
         if name not in there:
-            raise ValueError(f"train.trackers {name} is not installed: pip install {name}, or leave it out")
+            raise ValueError(f"{where} {name} is not installed: pip install {name}, or leave it out")
 
 
 def _plain(train: Train) -> dict[str, Any]:

@@ -27,7 +27,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
     shim.write_text(f'#!/bin/sh\nexec {sys.executable} -c "from qat.cli import app; app()" "$@"\n')
     shim.chmod(0o755)
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    own = {"OUTPUT": str(tmp_path / "runs"), "GITHUB_STEP_SUMMARY": str(tmp_path / "summary"), "PATH": path}
+    own = {"OUTPUT": str(tmp_path / "runs"), "PATH": path}
+    own |= {"GITHUB_STEP_SUMMARY": str(tmp_path / "summary"), "GITHUB_OUTPUT": str(tmp_path / "outputs")}
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **own}
 
 
@@ -59,8 +60,9 @@ def test_the_steps_of_the_github_example(tmp_path: Path, environment: dict[str, 
     workflow = yaml.safe_load((EXAMPLES / "github.yml").read_text())
     environment = given(workflow["env"], environment)
     steps = {step["name"]: step for step in workflow["jobs"]["release"]["steps"] if "run" in step}
-    assert list(steps) == ["install", "plan", "run", "verify", "summary"]
-    for name in ("plan", "run", "verify", "summary"):
+    assert list(steps) == ["install", "forget", "plan", "run", "verify", "summary", "release"]
+    (tmp_path / "runs/micro/release-000000000000").mkdir(parents=True)  # an earlier run's, from the cache
+    for name in ("forget", "plan", "run", "verify", "summary", "release"):
         done = execute(steps[name]["run"], environment)
         assert done.returncode == 0, (name, done.stdout, done.stderr)
     summary = Path(environment["GITHUB_STEP_SUMMARY"])
@@ -69,13 +71,14 @@ def test_the_steps_of_the_github_example(tmp_path: Path, environment: dict[str, 
         line for step in workflow["jobs"]["release"]["steps"] for line in step.get("with", {}).get("path", "").split()
     ]
     patterns = {line for line in kept if "*" in line}
-    assert len(patterns) == 5
+    assert len(patterns) == 4
     assert all(list(tmp_path.glob(pattern)) for pattern in patterns), patterns
     assert counts(tmp_path / "runs/micro/junit.xml") == {"compressed_tensors": ("1", "0", "0")}
     verdict = json.loads((tmp_path / "runs/micro/verdict.json").read_text())
     jsonschema.validate(verdict, json.loads((ROOT / "gate/verdict.schema.json").read_text()))
     assert verdict["status"] == "released" and "Released: `compressed_tensors`" in summary.read_text()
     (released,) = tmp_path.glob("runs/*/release-*/*/tare.json")
+    assert Path(environment["GITHUB_OUTPUT"]).read_text() == f"path={released.parent.parent}\n"
     pushed = execute(f"tare push {released.parent} me/micro --dry-run", environment)
     assert pushed.returncode == 0 and "would go to me/micro" in pushed.stdout, pushed.stderr
 
@@ -86,14 +89,19 @@ def test_the_steps_of_the_github_example(tmp_path: Path, environment: dict[str, 
     assert execute(steps["summary"]["run"], environment).returncode == 0
     assert summary.read_text().startswith("## ❌ micro: refused\n") and "KL to the parent" in summary.read_text()
     assert counts(tmp_path / "runs/micro/junit.xml") == {"compressed_tensors": ("1", "1", "0")}
+    for step in ("forget", "forget"):  # again when there is nothing
+        assert execute(steps[step]["run"], environment).returncode == 0
+    left = [path for pattern in patterns for path in tmp_path.glob(pattern)]
+    assert left == [] and execute(steps["summary"]["run"], environment).returncode == 1
 
 
 @pytest.mark.slow
 def test_the_steps_of_the_gitlab_example(tmp_path: Path, environment: dict[str, str]) -> None:
     job = yaml.safe_load((EXAMPLES / "gitlab.yml").read_text())["release"]
     environment = given(job["variables"], environment)
-    assert job["before_script"] == ["pip install -e ."]
-    for step in job["script"]:
+    forget, install = job["before_script"]
+    assert install == "pip install -e ."
+    for step in (forget, *job["script"]):
         done = execute(step, environment)
         assert done.returncode == 0, (step, done.stdout, done.stderr)
     kept = [*job["artifacts"]["paths"], job["artifacts"]["reports"]["junit"]]
@@ -109,6 +117,11 @@ def test_the_steps_of_the_gitlab_example(tmp_path: Path, environment: dict[str, 
     assert (suite.get("tests"), suite.get("failures")) == ("1", "0") and "too few windows" in ElementTree.tostring(
         suite, encoding="unicode"
     ), "it is no failure, and says why it is no pass"
+    environment["OVERRIDES"] = "gate.perplexity.max=0.02"
+    assert execute(job["script"][1], environment).returncode == 2
+    assert (tmp_path / "runs/micro/summary.md").read_text().startswith("## ❌ micro: failed\n\n")
+    assert counts(tmp_path / "runs/micro/junit.xml") == {"run": ("1", "0", "1")}
+    assert not list((tmp_path / "runs/micro").glob("report.*")) + list((tmp_path / "runs/micro").glob("verdict.*"))
     next((tmp_path / "runs/micro" / released).rglob("config.json")).write_text("{}")
     broken = execute(f"tare verify {tmp_path / 'runs/micro' / released}", environment)
     assert broken.returncode == 1 and "config.json has 2 bytes" in broken.stderr

@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from export.stage import loads, run
+from export.stage import run
 from qat import plugins
 from qat.artifact import Artifact
 from qat.checkpoint import INDEX, SafetensorsFolder
+from qat.coverage import loads
 from tests.artifacts import ALL, SCHEMES, WIDE, config_of, make
 
 FORMATS = plugins.names("export.formats")

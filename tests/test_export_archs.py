@@ -14,12 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import calibrate.observe
 from calibrate.range.max import Options as RangeOptions
 from export.carrier import carrier, trainable_biases
-from export.stage import loads, run
+from export.stage import run
 from gate import lint
 from qat import plugins
 from qat.arch import arch_of
 from qat.artifact import Artifact, derive
 from qat.checkpoint import SafetensorsFolder
+from qat.coverage import loads
 from qat.model import Model
 from qat.parent import Parent
 from qat.scheme import Scheme, Section

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from export.stage import loads, run
+from export.stage import run
 from gate.lint import check
 from gate.readers import open_export
 from qat.artifact import Artifact
+from qat.coverage import loads
 from tests.artifacts import ALL, SCHEMES, config_of, make
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_key_value_heads": 2}

@@ -226,6 +226,7 @@ def test_bits_are_those_that_the_gate_counts(tmp_path: Path, monkeypatch: pytest
         (["bits=4.4"], "bits=4.4 is below 4.5000"),
         (["bits=many"], "bits: 'many' is not a number"),
         (["out=x.yaml"], "add bits=4.5"),
+        (["bits=4.5", "out=nowhere/x.yaml"], "out: nowhere is no folder that this user may write in"),
         (["candidates=int5"], "candidates: 'int5' is neither skip nor a format"),
         (["candidates=[]"], "nothing to choose from beside int4-g32"),
         (["variants={a: {}}"], "variants={}"),

@@ -219,6 +219,33 @@ def test_a_small_need_is_a_whole_megabyte(model: Path) -> None:
     assert re.search(r"gate +│ \w+ │ run +│ +0\.001 │", planned) and "e-0" not in planned, planned
 
 
+ENGINES = {  # of TensorRT-LLM: preprocess_weights_for_mixed_gemm; of vLLM: the group sizes of Marlin
+    "int4 of trtllm": (["modelopt"], ["trtllm"], 32, INNER, r"group size 32; trtllm's int4 kernels take \(64, 128\)"),
+    "int4 of vllm": (["awq"], ["vllm"], 16, INNER, r"group size 16; vllm runs \(32, 64, 128\) or whole rows"),
+    "legacy": (["modelopt"], ["trtllm_legacy"], 32, INNER, "group size 32; trtllm's int4 kernels"),
+    "all at once": (["awq", "modelopt"], ["vllm", "trtllm"], 16, INNER, "group size 16; vllm.*group size 16; trtllm"),
+    "narrow": (["modelopt"], ["trtllm"], 64, 96, r"gate_proj has 96 outputs; trtllm int4 takes multiples of 64"),
+}
+
+
+@pytest.mark.parametrize(("formats", "engines", "group", "inner", "why"), ENGINES.values(), ids=ENGINES.keys())
+def test_what_an_engine_does_not_take_is_said_by_the_plan(
+    tmp_path: Path, formats: list[str], engines: list[str], group: int, inner: int, why: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    shapes = {name: [inner if n == INNER else n for n in shape] for name, shape in SHAPES.items()}
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    asked = ["recipe=micro.yaml", f"model.source={tmp_path}", f"output={tmp_path / 'runs'}", "gate=null"]
+    asked += [f"export.formats={formats}", f"export.engines={engines}", "scheme.skip=[lm_head, '*.down_proj']"]
+    small = f"scheme.weights.group_size={group}"
+    with pytest.raises(RecipeError, match=f"(?s){why}"):
+        plan.make(load([*asked, small]))
+    plan.make(load([*asked, small, "until=train"]))  # nothing is exported
+    if inner == INNER:
+        plan.make(load([*asked, "scheme.weights.group_size=128"]))
+
+
 @pytest.mark.parametrize("count", [None, "2", -1, 10**9, 3])
 def test_a_number_of_blocks_that_cannot_be_is_an_error_of_the_plan(model: Path, count: object) -> None:
     (model / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": count}))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from qat import manifest
 from qat.ranks import RunError
 from qat.recipe import Recipe, load
-from qat.stages import EXIT_CODES, Run, Stage
+from qat.stages import EXIT_CODES, UNFINISHED, Run, Stage, disown
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ROOT = {"parent": {"model.safetensors": "1"}, "calibration": "2", "training": "3", "evaluation": "4"}
@@ -112,7 +113,7 @@ def test_fresh_keeps_the_old_stage_until_the_new_one_is_whole(fake_root: Path) -
     assert calls == ["a", "b", "c"] and new[1].path == old[1].path
     assert (new[1].path / "out" / "file.txt").read_text() == "c"
     assert sorted(p.name for p in recipe.folder.iterdir() if not p.name.startswith(".")) == sorted(
-        [old[0].path.name, old[1].path.name, "summary.json"]
+        [old[0].path.name, old[1].path.name, "junit.xml", "summary.json", "summary.md"]
     )
 
 
@@ -282,3 +283,38 @@ def test_a_terminated_run_says_so_in_its_summary(fake_root: Path) -> None:
     assert process.wait(timeout=30) == 128 + signal.SIGTERM
     summary = json.loads(Path("runs/small/summary.json").read_text())
     assert summary["status"] == "failed" and summary["error"] == "interrupted"
+
+
+def test_nothing_that_a_pipeline_shows_is_of_an_earlier_run(fake_root: Path) -> None:
+    """While a run goes on, when it failed, when its recipe is bad, and when it judged nothing."""
+    recipe, folder = load(["recipe=small.yaml"]), Path("runs/small")
+    earlier = ("verdict.json", "report.html", "report.json", "summary.md", "junit.xml")
+
+    def plant() -> None:
+        for name in earlier:
+            (folder / name).write_text("released")
+
+    def said() -> tuple[str, str]:
+        """(Heading and text of summary.md, what the one test case is.)"""
+        suites = ElementTree.parse(folder / "junit.xml").getroot()
+        (case,) = suites.iter("testcase")
+        assert suites.get("errors") == str(len(list(suites.iter("error"))))
+        return (folder / "summary.md").read_text(), case[0].tag
+
+    folder.mkdir(parents=True)
+    plant()
+    with pytest.raises(ValueError, match="two"), Run(recipe):
+        assert said() == ("## ❌ small: failed\n\n" + UNFINISHED + "\n", "error")
+        assert not any((folder / name).exists() for name in earlier[:3])
+        plant()
+        raise ValueError("one\n\x00<two>")
+    assert said() == ("## ❌ small: failed\n\nValueError: one \x00\\<two\\>\n", "error")
+    assert not any((folder / name).exists() for name in earlier[:3])
+    plant()
+    disown(["recipe=small.yaml", "train.steps=x"], "train.steps: x is no number")
+    assert said() == ("## ❌ small: failed\n\ntrain.steps: x is no number\n", "error")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["verdict"], summary["report"], summary["exports"]) == ("failed", None, None, {})
+    two_stages(recipe, [])
+    heading, kind = said()
+    assert heading.startswith("## ❔ small: ungated\n\n") and kind == "skipped"

@@ -1,11 +1,12 @@
-"""What vLLM and TensorRT-LLM both demand of quantized linears."""
+"""What vLLM and TensorRT-LLM both demand of quantized linears. No torch: a plan asks as well."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from export._layers import Layer, check_fused, check_multiples
+from export._shapes import check_fused, check_multiples
 from qat.arch import Arch
+from qat.coverage import Layer
 from qat.scheme import BLOCK
 
 

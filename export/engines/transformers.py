@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from export._layers import Layer
 from qat.arch import Arch
+from qat.coverage import Layer
 
 VERSION = 1
 ALSO_CALLED = ("hf", "huggingface")

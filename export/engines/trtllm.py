@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from export._layers import Layer, check_multiples
+from export._shapes import check_multiples
 from export.engines._rules import check_common
 from qat.arch import Arch
+from qat.coverage import Layer
 
 VERSION = 1
 ALSO_CALLED = ("tensorrt", "tensorrt-llm", "trt")

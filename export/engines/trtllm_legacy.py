@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from export._layers import Layer
 from export._writer import Lazy, write_json, write_safetensors
 from export.engines import trtllm
 from qat.arch import Arch
 from qat.checkpoint import SafetensorsFolder
+from qat.coverage import Layer
 
 VERSION = 1
 PROGRAM = "trtllm-serve"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from export._layers import Layer
 from export.engines._rules import check_common
 from qat.arch import Arch
+from qat.coverage import Layer
 
 VERSION = 1
 PROGRAM = "vllm"  # of a serve/NAME.sh, for `tare serve`

@@ -20,10 +20,12 @@ from typing import Any
 import torch
 
 from export import _pack
-from export._layers import Layer, check_kinds, check_multiples, check_shared_scales, layers
+from export._layers import check_kinds, check_shared_scales, layers
+from export._shapes import check_multiples
 from export._writer import Lazy, exactly, write_checkpoint
 from export.carrier import Carrier
 from qat.artifact import Artifact
+from qat.coverage import Layer
 from qat.scheme import BLOCK, TensorFormat
 
 VERSION = 2

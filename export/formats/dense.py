@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from export._layers import Layer, check_cache, check_kinds, check_slots, layers
+from export._layers import check_cache, check_kinds, check_slots, layers
 from export._writer import Lazy, tensors, write_checkpoint
 from export.carrier import Carrier
 from qat.artifact import Artifact
+from qat.coverage import Layer
 
 VERSION = 1
 HOLDS = {"int4", "int4-asym", "int8", "w8a8", "fp8-channel", "fp8-tensor", "fp8-block"}

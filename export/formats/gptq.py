@@ -20,10 +20,12 @@ from typing import Any
 import torch
 
 from export import _pack
-from export._layers import Layer, check_cache, check_kinds, check_multiples, layers
+from export._layers import check_cache, check_kinds, layers
+from export._shapes import check_multiples
 from export._writer import Lazy, exactly, write_checkpoint, write_json
 from export.carrier import Carrier
 from qat.artifact import Artifact
+from qat.coverage import Layer
 
 VERSION = 3
 HOLDS = {"int4", "int8"}

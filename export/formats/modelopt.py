@@ -24,10 +24,12 @@ from pathlib import Path
 import torch
 
 from export import _pack
-from export._layers import Layer, check_kinds, check_multiples, check_shared_scales, check_slots, layers
+from export._layers import check_kinds, check_shared_scales, check_slots, layers
+from export._shapes import check_multiples
 from export._writer import Lazy, exactly, write_checkpoint, write_json
 from export.carrier import Carrier
 from qat.artifact import Artifact
+from qat.coverage import Layer
 from qat.quant import FP8_MAX
 from qat.scheme import BLOCK
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +9,9 @@ from typing import Any
 
 from gate.stage._verdict import problems
 from gate.stage.table import COLUMNS, cell
-from qat.report import plain
+from qat.report import plain, xml
 
 MARKS = {"released": "✅", "refused": "❌", "anomalous": "⚠️", "inconclusive": "❔"}
-
-
-# what XML 1.0 has no way to write
-NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def write(folder: Path, title: str, verdict: Mapping[str, Any]) -> None:
@@ -49,9 +44,7 @@ def junit(title: str, verdict: Mapping[str, Any]) -> str:
             suite.set(key, str(count))
     for key in ("tests", "failures", "errors"):
         root.set(key, str(sum(int(suite.get(key, 0)) for suite in root)))
-    ElementTree.indent(root)
-    text = ElementTree.tostring(root, encoding="unicode", xml_declaration=True)
-    return NOT_XML.sub("\ufffd", text) + "\n"
+    return xml(root)
 
 
 def markdown(title: str, verdict: Mapping[str, Any]) -> str:

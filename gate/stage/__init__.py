@@ -234,6 +234,23 @@ def measure_all(
     return {"evaluation": evaluation, "states": out}
 
 
+def examples_of(options: Section, tokenizer: Any, config: Any) -> dict[str, Any]:
+    """The examples of each offline task. options: of gate/tasks.py. config: the parent's.
+
+    Raises ValueError with the first thing wrong in each file.
+    """
+    asked, longest = options.model_dump(), getattr(config, "max_position_embeddings", None)
+    found, wrong = dict[str, Any](), list[str]()
+    for name, path in asked["offline"].items():
+        try:
+            found[name] = _examples.read(Path(path), tokenizer, asked["limit"], longest)
+        except ValueError as error:
+            wrong.append(f"gate.tasks.offline.{name}: {error}")
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    return found
+
+
 def measure_tasks(
     measured: dict[str, Any],
     states: Sequence[State],
@@ -248,10 +265,7 @@ def measure_tasks(
     Raises ValueError for a file of examples that cannot be read, and without lm-eval when tasks of it are asked for.
     """
     asked, parent = options.model_dump(), states[0]
-    longest = getattr(parent.config, "max_position_embeddings", None)
-    offline = {
-        name: _examples.read(Path(path), tokenizer, asked["limit"], longest) for name, path in asked["offline"].items()
-    }
+    offline = examples_of(options, tokenizer, parent.config)
 
     def make(state: State) -> Callable[[bool], Model]:
         return lambda resident: state.model(device, dtype, resident)

@@ -73,7 +73,7 @@ def _once(engine: Any, folder: Path, dtype: str, asked: Mapping[str, Any], into:
                 except subprocess.TimeoutExpired as error:
                     raise ValueError(f"its benchmark did not end in {BENCH_SECONDS} s") from error
                 if done.returncode or not out.is_file():
-                    raise ValueError(f"its benchmark ended with {done.returncode}: {_last(done.stdout + done.stderr)}")
+                    raise ValueError(_told(f"its benchmark ended with {done.returncode}", done.stdout + done.stderr))
                 for key, value in engine.read(out).items():
                     numbers[key].append(value)
             if server.poll() is not None:
@@ -109,11 +109,13 @@ def _wait(server: subprocess.Popen[bytes], log: Path, address: str) -> None:
             break
         time.sleep(0.2)
     how = "it is not ready" if server.returncode is None else f"it ended with {server.returncode}"
-    raise ValueError(f"{how}: {_last(log.read_text(encoding='utf-8', errors='replace'))}")
+    raise ValueError(_told(how, log.read_text(encoding="utf-8", errors="replace")))
 
 
-def _last(text: str) -> str:
-    return " | ".join(line.strip() for line in text.strip().splitlines()[-LINES:])[-2000:]
+def _told(how: str, text: str) -> str:
+    """How a program ended, and its last words."""
+    last = " | ".join(line.strip() for line in text.strip().splitlines()[-LINES:])[-2000:]
+    return f"{how}: {last}" if last else f"{how} and said nothing"
 
 
 def _resident_gb(server: subprocess.Popen[bytes]) -> float:

@@ -32,6 +32,8 @@ if sys.argv[1] == "serve":
     print("serve", sys.argv[2], os.getpid(), file=log, flush=True)
     if "broken" in config(sys.argv[2]):
         sys.exit("ValueError: no kernel for this")
+    if "silent" in config(sys.argv[2]):
+        sys.exit(0)
     print("Model loading took 1.50 GiB memory and 0.1 seconds", flush=True)
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -93,6 +95,12 @@ def test_parent_and_exports_are_served_in_turn_and_their_numbers_kept(fake: Path
 def test_a_parent_that_is_not_served_is_an_error(fake: Path, tmp_path: Path) -> None:
     folders = models(tmp_path, parent={"broken": 1})
     with pytest.raises(ValueError, match="vllm does not serve parent: it ended with 1: ValueError: no kernel"):
+        _latency.measure(folders, "float16", options(fake).model_dump())
+
+
+def test_a_program_that_ends_without_a_word_is_said_to(fake: Path, tmp_path: Path) -> None:
+    folders = models(tmp_path, parent={"silent": 1})
+    with pytest.raises(ValueError, match=r"vllm does not serve parent: it ended with 0 and said nothing$"):
         _latency.measure(folders, "float16", options(fake).model_dump())
 
 

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from export.stage import loads, run
+from export.stage import run
 from gate import lint
 from gate.readers import open_export
 from qat import plugins
 from qat.checkpoint import INDEX
+from qat.coverage import loads
 from tests.artifacts import SCHEMES, WIDE, config_of, make
 from tests.planting import config, drop, first, put, quantization
 

@@ -180,19 +180,21 @@ CASES = [
         code=2,
     ),
     Case(
-        "inputs that are no multiple of what the kernel takes",
-        "export",
+        "sizes that are no multiple of what the kernel takes",
+        "plan",
         both(remade(intermediate_size=72), given("train=null", "scheme.weights.group_size=null")),
-        ("mlp.down_proj has 72 inputs; vllm int4 takes multiples of 32", "Leave it unquantized (scheme.skip: ["),
+        ("mlp.gate_proj has 72 outputs; vllm int4 takes multiples of 32", "Leave it unquantized (scheme.skip: ["),
+        code=2,
     ),
     Case(
         "outputs that are no multiple of what the format packs",
-        "export",
+        "plan",
         both(
             remade(intermediate_size=100),
             given("train=null", "scheme.weights.group_size=null", "export.formats=[awq]"),
         ),
-        ("mlp.gate_proj has 100 outputs; awq takes multiples of 8", "or choose another of export.formats"),
+        ("mlp.gate_proj has 100 outputs; vllm int4 takes multiples of 32", "or choose another of export.formats"),
+        code=2,
     ),
     Case(
         "a format for the head, which is never quantized",

@@ -6,8 +6,9 @@ import json
 import shutil
 
 import pytest
+from accelerate import tracking
 
-from tests.known_bad.case import Case, Note, Place, Spoil, check, given
+from tests.known_bad.case import Case, Note, Place, Spoil, check, given, shown
 
 CALIBRATE = "until=calibrate"
 
@@ -54,8 +55,26 @@ def calibrated(place: Place) -> str:
     return "calibrated on windows drawn from it"
 
 
+def examples(*lines: str) -> Spoil:
+    """A task of the gate with these lines, asked of a calibration that is not made yet."""
+
+    def spoil(place: Place) -> list[str]:
+        (place.root / "quiz.jsonl").write_text("\n".join(lines))
+        given = f"gate.tasks={{offline: {{quiz: {place.root / 'quiz.jsonl'}}}}}"
+        return [given, "scheme.weights.group_size=64", "export.formats=[dense]"]
+
+    return spoil
+
+
 LINE = "word and word " * 20000
+GOOD = '{"context": "One", "choices": [" two", " three"], "answer": 0}'
 CASES = [
+    Case(
+        "an example of a task that has no answer",
+        "data",
+        examples(GOOD, '{"context": "One", "choices": [" two", " three"], "answer": 2}'),
+        ("gate.tasks.offline.quiz: ", "quiz.jsonl line 2: answer is the place of one of two or more choices"),
+    ),
     Case("an empty text", "data", text(""), ("calibration.txt has 0 tokens, 0 windows of 32", "give more text")),
     Case(
         "a text of one token", "data", text("e"), ("calibration.txt has 1 token, 0 windows of 32", "a shorter length")
@@ -154,3 +173,19 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fault)
 def test_a_text_that_is_no_good(case: Case, place: Place, capsys: pytest.CaptureFixture[str], note: Note) -> None:
     check(case, place, capsys, note)
+
+
+def test_nothing_is_calibrated_for_a_stage_that_cannot_begin(
+    place: Place, capsys: pytest.CaptureFixture[str], note: Note, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "_available_trackers", [])
+    before = set(place.run.glob("calibrate-*"))
+    trains = "train=[{steps: 1, batch: 2, length: 32}, {steps: 1, batch: 2, length: 32, trackers: wandb}]"
+    assert place.start("scheme.weights.group_size=64", trains) == 1
+    error = capsys.readouterr().err
+    assert "train.1.trackers wandb is not installed: pip install wandb, or leave it out" in error
+    quiz = examples(GOOD, "[]")(place)
+    assert quiz and place.start(*quiz) == 1
+    assert "quiz.jsonl line 2: an example has the keys" in capsys.readouterr().err
+    assert set(place.run.glob("calibrate-*")) == before
+    note("a tracker of the second training that is not installed", "plan", shown(error, place))

@@ -27,6 +27,7 @@ from tests.known_bad.case import (
     config,
     copy,
     file,
+    intact,
     put,
     shard,
     sharded,
@@ -409,10 +410,10 @@ def test_weights_that_vanish_during_the_run(
     put(UP, 0.5)(place)
     before = place.model / WEIGHTS
     monkeypatch.setattr(Job, "_check_texts", lambda job: before.unlink(missing_ok=True))  # after it was opened
-    kept = {name: content for name, content in place.files(place.run).items()}
+    kept = place.files(place.run)
     assert place.start() == 1
     error = capsys.readouterr().err
     assert "model.safetensors is missing" in error and "fetch it again" in error and len(error.splitlines()) == 1
     assert place.summary["status"] == "failed"
-    assert {name: content for name, content in place.files(place.run).items() if name in kept} == kept
+    intact(place, kept, failed=True)
     note("a weight file that vanishes during the run", "calibrate", shown(error, place))

@@ -58,6 +58,35 @@ def test_a_full_disk(
     assert place.start(change) == 0  # there is room again
 
 
+def test_a_disk_that_is_full_when_the_micro_model_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], note: Note
+) -> None:
+    command = ["recipe=micro.yaml", f"output={tmp_path}", "compute.device=cpu"]
+    with limited(resource.RLIMIT_FSIZE, 50_000):
+        assert main(command) == 1
+    error = capsys.readouterr().err
+    (said,) = [line for line in error.splitlines() if "Error" in line]
+    assert "Traceback" not in error and "File too large: '" in said and "free some disk or set output=FOLDER" in said
+    assert "File too large" in json.loads((tmp_path / "micro/summary.json").read_text())["error"]
+    note("disk full while the micro model is made", "run", said.replace(f"{tmp_path}/", ""))
+
+
+def test_ctrl_c(place: Place, capsys: pytest.CaptureFixture[str], note: Note, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = place.files(place.run)
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("calibrate.observe.run", stop)
+        assert place.start(OTHER_GROUPS) == 130
+    assert capsys.readouterr().err == "stopped; the same command goes on where it was\n"
+    assert place.summary["status"] == "failed" and place.summary["error"] == "interrupted"
+    intact(place, before, failed=True)
+    assert place.start(OTHER_GROUPS, "until=calibrate") == 0
+    note("Ctrl-C", "run", "stopped; the same command goes on where it was")
+
+
 def test_no_memory(place: Place, capsys: pytest.CaptureFixture[str], note: Note) -> None:
     before = place.files(place.run)
     now = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -94,9 +123,8 @@ def test_a_read_only_run_folder(place: Place, capsys: pytest.CaptureFixture[str]
 
 
 def test_two_runs_in_one_folder(place: Place, capsys: pytest.CaptureFixture[str], note: Note) -> None:
-    before = place.files(place.run)
     with Run(load(place.command())):
-        summary = place.summary
+        before, summary = place.files(place.run), place.summary
         assert place.start("export.formats=[awq]") == 1
         error = capsys.readouterr().err
         assert f"micro is in use by process {os.getpid()}" in error and "name=..." in error
@@ -226,7 +254,8 @@ def test_a_key_given_twice_on_the_command_line(place: Place, capsys: pytest.Capt
     assert "train.steps=4 has no effect, as train.steps=5 comes after it; give one of them" in error
     assert main([*place.command(), "train.steps=4", "train=null"]) == 2
     assert "train.steps=4 has no effect, as train=null comes after it" in capsys.readouterr().err
-    assert place.files(place.run) == before and place.summary["status"] == "failed"
+    assert place.summary["status"] == "failed"
+    intact(place, before, failed=True)
     note("a key given twice on the command line", "recipe", shown(error, place))
 
 
