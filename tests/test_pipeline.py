@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import gate.stage
+from qat import training
 from qat.plugins import ROOT
 from qat.train import main
 
@@ -243,8 +244,9 @@ def test_training_that_goes_wrong_is_a_failure_of_the_run(tmp_path: Path, unrele
 
 
 def test_trackers_of_a_stage_that_is_reused_are_said_to_hear_nothing(
-    unreleased: Path, capsys: pytest.CaptureFixture[str]
+    unreleased: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(training, "get_available_trackers", lambda: ["tensorboard"])
     for trackers, said in (("tensorboard", True), ("[]", False)):
         code, _ = micro(unreleased, f"train.trackers={trackers}", "until=train")
         assert code == 0 and ("reused, so tensorboard is told nothing" in capsys.readouterr().out) == said
