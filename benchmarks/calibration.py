@@ -33,6 +33,8 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
+from _options import read
+
 START = time.perf_counter()
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULTS = {
@@ -45,10 +47,7 @@ RESULT = "result.json"
 
 
 def main(argv: list[str]) -> None:
-    given = dict(argument.split("=", 1) for argument in argv)
-    if unknown := sorted(set(given) - set(DEFAULTS)):
-        raise SystemExit(f"unknown arguments {unknown}; known: {', '.join(DEFAULTS)}")
-    options = DEFAULTS | given
+    options = read(argv, DEFAULTS)
     needed = ("model",) if options["model"].startswith("random:") else ("model", "calibration", "evaluation")
     if missing := [name for name in needed if not options[name]]:
         raise SystemExit(f"{', '.join(missing)} must be given; see the top of {Path(__file__).name}")

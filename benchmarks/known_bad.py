@@ -25,6 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:1] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from _options import read
+
 from tests.known_bad import elsewhere, test_calibrate, test_data, test_load
 from tests.known_bad.case import Case, Place
 
@@ -42,10 +44,7 @@ EXTRA = {  # faults outside the model: what the rival's job is told
 
 
 def main(argv: list[str]) -> None:
-    given = dict(argument.split("=", 1) for argument in argv)
-    if unknown := sorted(set(given) - set(DEFAULTS)):
-        raise SystemExit(f"unknown arguments {unknown}; known: {', '.join(DEFAULTS)}")
-    options = DEFAULTS | given
+    options = read(argv, DEFAULTS)
     with tempfile.TemporaryDirectory(dir=options["work"] or None) as folder:
         rows = tested(Path(folder))
         out = Path(options["out"])

@@ -18,10 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+from _options import read
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
@@ -84,10 +85,7 @@ def peak_rss_gb() -> float:
 
 
 def main(argv: list[str]) -> None:
-    given = dict(argument.split("=", 1) for argument in argv)
-    if unknown := sorted(set(given) - set(DEFAULTS)):
-        raise SystemExit(f"unknown arguments {unknown}; known: {', '.join(DEFAULTS)}")
-    options = DEFAULTS | given
+    options = read(argv, DEFAULTS)
     blocks, windows, length = (int(options[name]) for name in ("blocks", "windows", "length"))
     with tempfile.TemporaryDirectory(dir=options["work"] or None) as work:
         folder, out = Path(work) / "model", Path(work) / "artifact"

@@ -22,7 +22,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from _options import read
 
 from qat.manifest import read_json
 
@@ -38,10 +40,7 @@ FIXED = [
 
 
 def main(argv: list[str]) -> None:
-    given = dict(argument.split("=", 1) for argument in argv)
-    if unknown := sorted(set(given) - set(DEFAULTS)):
-        raise SystemExit(f"unknown arguments {unknown}; known: {', '.join(DEFAULTS)}")
-    options = DEFAULTS | given
+    options = read(argv, DEFAULTS)
     with tempfile.TemporaryDirectory(dir=options["work"] or None) as folder:
         compare(options, Path(folder))
 
@@ -49,7 +48,6 @@ def main(argv: list[str]) -> None:
 def compare(options: dict[str, str], work: Path) -> None:
     model = options["model"]
     if model.startswith("random:"):
-        sys.path.insert(0, str(Path(__file__).resolve().parent))
         import calibration_inputs as made
         import torch
 

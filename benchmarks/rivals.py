@@ -24,6 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from _options import read
+
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULTS = {
     "model": "", "calibration": "", "evaluation": "", "only": "", "windows": "256", "length": "512", "batch": "8",
@@ -40,13 +42,10 @@ MADE, RESULT = "made", "result.json"
 
 
 def main(argv: list[str]) -> None:
-    given = dict(argument.split("=", 1) for argument in argv)
-    if unknown := sorted(set(given) - set(DEFAULTS) - set(METHODS)):
-        raise SystemExit(f"unknown arguments {unknown}; known: {', '.join([*DEFAULTS, *METHODS])}")
-    options = DEFAULTS | given
+    options = read(argv, DEFAULTS, METHODS)
     if missing := [name for name in ("model", "calibration", "evaluation") if not options[name]]:
         raise SystemExit(f"{', '.join(missing)} must be given; see the top of {Path(__file__).name}")
-    every = [f"{tool}/{method}" for tool, methods in METHODS.items() if tool in given for method in methods]
+    every = [f"{tool}/{method}" for tool, methods in METHODS.items() if tool in options for method in methods]
     chosen = options["only"].split(",") if options["only"] else every
     if strange := sorted(set(chosen) - set(every)):
         raise SystemExit(f"only={','.join(strange)}: not among {', '.join(every) or 'any tool whose python is given'}")

@@ -20,6 +20,7 @@ from qat.artifact import Artifact, block_file, block_tensors, save_tensors, writ
 from qat.checkpoint import SafetensorsFolder
 from qat.quant import Quantized, max_scale, minmax_scale, quantize, to_grid
 from qat.scheme import Scheme, TensorFormat
+from tests.threads import one_thread
 
 GROUP = 32
 TOKEN = {"dtype": "fp8_e4m3", "per": "token", "dynamic": True}
@@ -233,16 +234,13 @@ class Made:
 
 
 @pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on several threads, most of all beside other tests."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="package")
-def made(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(on_one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("tiny"))
 
 

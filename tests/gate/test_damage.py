@@ -40,7 +40,7 @@ def checkpoint(folder: Path, factor: float) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(on_one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("damage")
     shutil.copytree(DEMO, folder / "copy")
     exports = [

@@ -83,6 +83,11 @@ def copied(sound: Path) -> Path:
     return copy
 
 
+def json_files(folder: Path) -> list[Path]:
+    """Those that lint reads."""
+    return sorted(path for path in folder.glob("*.json") if not path.name.startswith(("tokenizer", "generation")))
+
+
 def replace(path: Path, content: bytes) -> None:
     path.unlink(missing_ok=True)
     path.write_bytes(content)
@@ -109,7 +114,7 @@ def changed(value: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
 @given(data=st.data())
 def test_values_in_json_files(sound: dict[str, Path], name: str, data: st.DataObject) -> None:
     folder = copied(sound[name])
-    files = sorted(path for path in folder.glob("*.json") if not path.name.startswith(("tokenizer", "generation")))
+    files = json_files(folder)
     for _ in range(data.draw(st.integers(1, 2))):
         file = data.draw(st.sampled_from(files))
         value = json.loads(file.read_text())
@@ -127,7 +132,7 @@ def test_values_in_json_files(sound: dict[str, Path], name: str, data: st.DataOb
 @given(data=st.data())
 def test_bytes_of_json_files(sound: dict[str, Path], name: str, data: st.DataObject) -> None:
     folder = copied(sound[name])
-    files = sorted(path for path in folder.glob("*.json") if not path.name.startswith(("tokenizer", "generation")))
+    files = json_files(folder)
     file = data.draw(st.sampled_from(files))
     content = bytearray(file.read_bytes())
     for _ in range(data.draw(st.integers(0, 3))):

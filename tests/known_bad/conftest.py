@@ -7,22 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.known_bad.case import Note, Place
+from tests.threads import one_thread
 
 
 @pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="package")
-def earlier(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def earlier(on_one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = Place.new(tmp_path_factory.mktemp("earlier"))
     assert place.start() == 0 and place.summary["status"] == "released"
     return place.root

@@ -150,19 +150,15 @@ CASES = [
         code=0,
         good=zeros(UP, lambda weight: weight),
     ),
-    Case(
-        "dead calibration channels, GPTQ",
-        "calibrate",
-        both(tensors(lambda found: zero(found[POST][3:5])), given(*GPTQ)),
-        code=0,
-        good=finite,
-    ),
-    Case(
-        "dead calibration channels, AWQ",
-        "calibrate",
-        both(tensors(lambda found: zero(found[POST][3:5])), given(*AWQ)),
-        code=0,
-        good=finite,
+    *(
+        Case(
+            f"dead calibration channels, {name}",
+            "calibrate",
+            both(tensors(lambda found: zero(found[POST][3:5])), given(*method)),
+            code=0,
+            good=finite,
+        )
+        for name, method in (("GPTQ", GPTQ), ("AWQ", AWQ))
     ),
     Case(
         "no channel alive before a whole MLP (a Hessian of zeros)",
