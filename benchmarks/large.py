@@ -64,12 +64,13 @@ class Thin:
         return self.folder.get(re.sub(r"^model\.layers\.\d+\.", "model.layers.0.", name))
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, device: str) -> None:
     """The weights of one block, of the embedding and of the head, a file for each tensor of more than 1 GB."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     rest: dict[str, Tensor] = {}
     for name, meta in skeleton(LlamaConfig(num_hidden_layers=1, **LLAMA_3_70B), torch.bfloat16).state_dict().items():
-        tensor = torch.empty(meta.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+        tensor = torch.empty(meta.shape, dtype=torch.bfloat16, device=device)
+        tensor = tensor.normal_(0, 0.02, generator=generator).cpu()
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         if tensor.numel() > 2**28:
@@ -91,7 +92,7 @@ def main(argv: list[str]) -> None:
         folder, out = Path(work) / "model", Path(work) / "artifact"
         folder.mkdir()
         if os.fork() == 0:  # in a process of its own, so that its memory is not counted
-            write(folder)
+            write(folder, options["device"])
             os._exit(0)
         os.wait()
         config = LlamaConfig(num_hidden_layers=blocks, **LLAMA_3_70B)

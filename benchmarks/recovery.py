@@ -27,7 +27,8 @@ from qat.train import run
 
 ACTIVATION = ["calibrate.transform=none", "calibrate.range=activation"]
 NEAREST, UNTRAINED = [*ACTIVATION, "calibrate.round=nearest"], ["train=null"]
-BOTH = ["train.learn={bias: 3.0e-3, scale: 3.0e-3}"]
+ALONE = "train.loss={kl: 1.0}"
+BOTH = ["train.learn={bias: 3.0e-3, scale: 3.0e-3}", ALONE]
 METHODS = {
     "range": NEAREST + UNTRAINED,
     "kl": ["calibrate.transform=none", "calibrate.range=kl", "calibrate.round=nearest", *UNTRAINED],
@@ -35,7 +36,7 @@ METHODS = {
     "gptq": [*ACTIVATION, "calibrate.round=gptq", *UNTRAINED],
     "awq+gptq": ["calibrate.transform=awq", "calibrate.range=activation", "calibrate.round=gptq", *UNTRAINED],
     "learned": [*ACTIVATION, "calibrate.round=learned", *UNTRAINED],
-    "bias": [*NEAREST, "train.learn={bias: 1.0e-2}"],
+    "bias": [*NEAREST, "train.learn={bias: 1.0e-2}", ALONE],
     "bias+scale": [*NEAREST, *BOTH],
     "gptq+bias+scale": [*ACTIVATION, "calibrate.round=gptq", *BOTH],
     "learned+bias+scale": [*ACTIVATION, "calibrate.round=learned", *BOTH],
@@ -66,12 +67,14 @@ def once(arguments: list[str], method: str, seed: int) -> list[dict[str, Any]]:
         "method": method,
         "calibrate": {question: choice["name"] for question, choice in recipe.model_dump()["calibrate"].items()},
         "learn": recipe.model_dump()["train"]["learn"] if recipe.train else None,
+        "loss": recipe.train.loss if recipe.train else None,
         "seed": seed if trained else None,
         **numbers(rows[recipe.export.formats[0]]),
         "tasks": tasks(verdict["states"][recipe.export.formats[0]]),
         "source": "export",
         "seconds": round(sum(stage["seconds"] for stage in made), 1),
         "seconds_by_stage": {stage["name"]: stage["seconds"] for stage in made},
+        "gate_seconds": stages["gate"]["seconds"],
         "peak_gb": max((stage["peak_gpu_gb"] or 0 for stage in made), default=None),
         "peak_rss_gb": max(stage["peak_rss_gb"] for stage in made),
     }

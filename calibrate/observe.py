@@ -178,9 +178,9 @@ class _Runner:
             dist.broadcast_object_list(said)
         return said[0]
 
-    def read(self, name: str) -> Tensor:
-        """A tensor of the parent, on the CPU as stored. Raises ValueError for a NaN or infinity in it."""
-        tensor = self.tensors.get(name)
+    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """A tensor of the parent as stored. Raises ValueError for a NaN or infinity in it."""
+        tensor = self.tensors.get(name).to(device)  # not in one step with another dtype, which would be the CPU's work
         try:
             check_finite({name: tensor})
         except ValueError as error:
@@ -237,9 +237,12 @@ class _Runner:
         prefix, device = f"{self.model.arch.blocks}.{index}.", self.model.device
         groups = self.groups(index)
         with self.seconds.of("read"):
-            full = {name: self.read(name) for name in sorted(self.tensors.names()) if name.startswith(prefix)}
-            for name in [name for group in groups for name in group]:
-                full[f"{name}.weight"] = full[f"{name}.weight"].to(device, torch.float32)
+            weights = {f"{name}.weight" for group in groups for name in group}
+            full = {
+                name: self.read(name, device).float() if name in weights else self.read(name)
+                for name in sorted(self.tensors.names())
+                if name.startswith(prefix)
+            }
         self.held.held = dict(full)
         with self.model.block(index):
             self.held.held = {}
