@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,14 @@ import gate.report
 import gate.stage
 from gate._bootstrap import Sampling
 from gate.stage import table
-from qat import arguments, manifest, report, results
+from qat import arguments, manifest, report, results, summary
 from qat.arguments import RecipeError
 from qat.job import device, dtype
 from qat.parent import Parent, open_parent
-from qat.sections import Compute, EvaluationText
+from qat.sections import TEXT_FILES, Compute, EvaluationText
 from qat.tokens import Corpus, windows
 
-REPORT, SUMMARY, MEASURED, PARENTS = "compare", "summary.json", ".measured", ".parents"
+REPORT, MEASURED, PARENTS = "compare", ".measured", ".parents"
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,12 @@ class Choices:
 
 @dataclass(frozen=True)
 class Ran:
-    """The folder of a run, with what its manifests say. made: of its stages, by key."""
+    """The folder of a run, with what its manifests say. made: of its stages, by key. verdict: {} without a gate."""
 
     folder: Path
     summary: dict[str, Any]
     made: dict[str, dict[str, Any]]
+    verdict: dict[str, Any]
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -100,6 +100,10 @@ def _lacking(runs: dict[str, Ran], choices: Choices) -> Iterator[str]:
         yield "checkpoints alone do not say what they are compared with: give --parent"
     if choices.text is None and not any(ran.recipe["data"]["evaluation"] for ran in runs.values()):
         yield "no text to compare on: give --text, or a run that has evaluation text"
+    for option, value, files in (("parent", choices.parent, {".gguf"}), ("text", choices.text, TEXT_FILES)):
+        is_path = value is not None and (value.startswith(("/", ".", "~")) or Path(value).suffix in files)
+        if value is not None and is_path and arguments.locate(value, Path()) is None:
+            yield f"--{option} {value} does not exist"
 
 
 def _sources(sources: list[str]) -> tuple[dict[str, Ran], dict[str, Path], list[str]]:
@@ -107,10 +111,11 @@ def _sources(sources: list[str]) -> tuple[dict[str, Ran], dict[str, Path], list[
     runs, folders, wrong = dict[str, Ran](), dict[str, Path](), list[str]()
     paths = {source: Path(source).expanduser() for source in sources}
     for source, path in paths.items():
-        if (path / SUMMARY).is_file():
-            ran = _ran(path)
-            if isinstance(ran, str):
-                wrong.append(ran)
+        if (path / summary.FILE).is_file():
+            try:
+                ran = _ran(path)
+            except ValueError as error:
+                wrong.append(str(error))
                 continue
             name = _unused(path.resolve().name, runs)
             runs[name] = ran
@@ -124,7 +129,7 @@ def _sources(sources: list[str]) -> tuple[dict[str, Ran], dict[str, Path], list[
         elif not path.exists():
             wrong.append(f"{source} does not exist")
         else:
-            wrong.append(f"{source} is neither the folder of a run ({SUMMARY}) nor a checkpoint (config.json)")
+            wrong.append(f"{source} is neither the folder of a run ({summary.FILE}) nor a checkpoint (config.json)")
     return runs, folders, wrong
 
 
@@ -133,14 +138,15 @@ def _unused(name: str, taken: Any) -> str:
     return next(one for one in names if one not in taken and one != "parent")
 
 
-def _ran(path: Path) -> Ran | str:
-    """The run in a folder, or what is wrong with it."""
-    summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
-    made = {stage["key"]: manifest.read(path / stage["path"]) for stage in summary["stages"]}
+def _ran(path: Path) -> Ran:
+    """The run in a folder. Raises ValueError when it did not get as far as a stage, or its files are not a run's."""
+    said = summary.read(path)
+    made = {stage["key"]: manifest.read(path / stage["path"]) for stage in said["stages"]}
     whole = {key: found for key, found in made.items() if found is not None}
     if not whole:
-        return f"{path} has no finished stage (status {summary['status']}); finish that run first"
-    return Ran(path, summary, whole)
+        raise ValueError(f"{path} has none of the stages that its {summary.FILE} names; run the recipe again")
+    verdict = manifest.read_json(path / said["verdict"]) if said["verdict"] else {}
+    return Ran(path, said, whole, verdict)
 
 
 def _parent(runs: dict[str, Ran], choices: Choices, out: Path) -> Parent:
@@ -196,16 +202,15 @@ def _data(runs: dict[str, Ran], parent: Parent, corpus: Corpus, found: dict[str,
 
 def _latency(ran: Ran, prefix: str) -> list[dict[str, Any]]:
     """What the run measured of its exports being served, against the parent on the same machine."""
-    verdict = ran.summary["verdict"] and json.loads((ran.folder / ran.summary["verdict"]).read_text(encoding="utf-8"))
-    rows = verdict.get("latency", []) if verdict else []  # runs of earlier versions have none
-    return [{**row, "state": prefix + row["state"]} for row in rows if row["state"] in verdict["exports"]]
+    rows = ran.verdict.get("latency", [])  # runs of earlier versions have none
+    return [{**row, "state": prefix + row["state"]} for row in rows if row["state"] in ran.verdict["exports"]]
 
 
 def _with_stages(
     states: dict[str, Any], ran: Ran, prefix: str, evaluation: dict[str, Any], notes: list[str]
 ) -> dict[str, Any]:
     """`states` and, before its exports, what the run measured between stages, if that was on the same text."""
-    verdict = ran.summary["verdict"] and json.loads((ran.folder / ran.summary["verdict"]).read_text(encoding="utf-8"))
+    verdict = ran.verdict
     if not verdict:
         return states
     if verdict["evaluation"] != evaluation or verdict["states"]["parent"]["nll"] != states["parent"]["nll"]:

@@ -19,13 +19,15 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
+from pydantic import BaseModel, ValidationError
 
 from qat import __version__
 
 FILE = "manifest.json"
+Model = TypeVar("Model", bound=BaseModel)
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN")
 WRITTEN = {"files", "parents", "metrics", "seconds", "peak_rss_gb", "peak_gpu_gb"}  # of a manifest, and read again
 RACY_SECONDS = 2.0  # a file younger than this may still change within one tick of its time stamp
@@ -85,6 +87,16 @@ def json_object(content: bytes, where: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{where} holds a JSON {type(found).__name__}, where an object is expected; fetch it again")
     return found
+
+
+def shaped(model: type[Model], found: dict[str, Any], where: Path) -> Model:
+    """What `found`, of the file `where`, says as a `model`. Raises ValueError when it does not say that."""
+    try:
+        return model.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where} is not what Tare writes: {key}: {first['msg'].lower()}; make it again") from error
 
 
 def sweep(parts: Iterable[Path], min_age: float = 0.0) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qat import report, verify
+from qat import report, summary, verify
 
 TITLE = "Tare release {name} ({sha})"
 
@@ -70,7 +70,7 @@ def _instead(folder: Path) -> str:
     if not folder.is_dir():
         return "; there is no such folder"
     found = sorted(path.parent for path in (*folder.glob(f"*/{verify.RELEASE}"), *folder.glob(f"*/*/{verify.RELEASE}")))
-    if (folder / verify.RUN).is_file():
+    if (folder / summary.FILE).is_file():
         found = sorted(path.parent for path in folder.glob(f"release-*/**/{verify.RELEASE}"))
     return f"; give one of: {', '.join(map(str, found))}" if found else "; give a folder that `tare run` released"
 
@@ -164,7 +164,7 @@ def _stale(api: Any, repository: str, branch: str, files: list[str]) -> list[str
     left, known = there - set(files), set[str]()
     if left and verify.RELEASE in there:
         path = api.hf_hub_download(repository, verify.RELEASE, revision=branch)
-        known = set(json.loads(Path(path).read_text(encoding="utf-8"))["files"])
+        known = set(verify.listed(Path(path)))
     if foreign := sorted(left - known):
         listed = ", ".join(foreign[:5]) + (" ..." if len(foreign) > 5 else "")
         raise ValueError(

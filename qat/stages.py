@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from qat import __version__, arguments, manifest, report, unjudged
+from qat import __version__, arguments, manifest, report, summary, unjudged
 from qat.ranks import RankLog, RunError
 from qat.recipe import Recipe, RecipeError
 
@@ -93,7 +93,7 @@ class Run:
             # whatever ends this process without a word, an earlier run's verdict must not stand for this one
             unfinished = {**self.summary(), "status": "failed", "error": UNFINISHED}
             unjudged.forget(self.folder)
-            manifest.write_json(self.folder / "summary.json", unfinished)
+            manifest.write_json(self.folder / summary.FILE, unfinished)
             unjudged.write(self.folder, self.recipe.name, "failed", UNFINISHED)
         with suppress(ValueError):  # not the main thread: then somebody else minds the signals
             self._on_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -110,7 +110,7 @@ class Run:
             self._log.fail(text)
             self._finish = {**self._finish, "status": "failed", "error": text}
             unjudged.forget(self.folder)
-        manifest.write_json(self.folder / "summary.json", self.summary())
+        manifest.write_json(self.folder / summary.FILE, self.summary())
         if error is not None:
             unjudged.write(self.folder, self.recipe.name, "failed", text)
         elif self._finish["status"] == "ungated":
@@ -272,7 +272,7 @@ def disown(argv: list[str], error: str) -> None:
         _, values, _ = arguments.read(argv)
     except RecipeError:
         return  # not even the folder can be read from it
-    path = Path(str(values.get("output", "runs"))) / str(values.get("name")) / "summary.json"
+    path = Path(str(values.get("output", "runs"))) / str(values.get("name")) / summary.FILE
     if report.is_main() and path.is_file():
         before = _summary_of(path.parent)
         nothing: dict[str, Any] = {"exports": {}, "verdict": None, "report": None, "stages": []}
@@ -284,7 +284,7 @@ def disown(argv: list[str], error: str) -> None:
 def _summary_of(folder: Path) -> dict[str, Any]:
     """What the last run said; nothing when it said nothing, or half of it."""
     try:
-        return manifest.read_json(folder / "summary.json")
+        return manifest.read_json(folder / summary.FILE)
     except ValueError:
         return {}
 

@@ -173,7 +173,10 @@ def test_checkpoints_alone_need_a_parent_and_a_text(output: Path, tmp_path: Path
     ):
         assert words in line, lacking.output
     (tmp_path / "failed").mkdir()
-    (tmp_path / "failed/summary.json").write_text('{"status": "failed", "stages": [], "exports": {}}')
+    (tmp_path / "failed/summary.json").write_text('{"status": "failed", "stages": [], "exports": {}, "verdict": null}')
+    nowhere = run("compare", tmp_path / "copy", "--parent", tmp_path / "no", "--text", "no.txt", *out)
+    assert nowhere.exit_code == 2
+    assert f"--parent {tmp_path / 'no'} does not exist\n  --text no.txt does not exist\n" in nowhere.output
     failed = run("compare", tmp_path / "failed", "--parent", parent, "--text", TEXT, *out)
     assert failed.exit_code == 2 and "has no finished stage (status failed)" in failed.output
     done = run("compare", tmp_path / "copy", "--parent", parent, "--text", TEXT, "--sequences", 3, "--length", 20, *out)
@@ -210,7 +213,7 @@ def test_verify_finds_every_kind_of_difference(output: Path, tmp_path: Path) -> 
     source = output / "two" / said["exports"]["a/compressed_tensors"]["path"]
     shutil.copytree(source, tmp_path / "elsewhere")
     good = run("verify", tmp_path / "elsewhere", output / "two")
-    assert good.exit_code == 0 and "files are as in tare.json (sha256 " in good.output
+    assert good.exit_code == 0 and "files as tare.json says (sha256 " in good.output
     would = run("push", tmp_path / "elsewhere", "me/model", "--dry-run")
     assert would.exit_code == 0 and "tare.json, released" in would.output, would.output
     tensors = load_file(tmp_path / "elsewhere/model.safetensors")
@@ -234,6 +237,38 @@ def test_verify_finds_every_kind_of_difference(output: Path, tmp_path: Path) -> 
     assert ".gitattributes" not in bad.output
     nothing = run("verify", tmp_path)
     assert nothing.exit_code == 1 and "nothing says what its files should be" in nothing.output
+
+
+STAGE = '{"name": "gate", "variant": null, "key": "k", "path": "gate-k", "metrics": {}}'
+BAD = {  # summary.json of a folder -> what is said of it
+    "": "summary.json is not JSON",
+    "[]": "summary.json holds a JSON list",
+    "{}": "summary.json is not what Tare writes: status: field required",
+    '{"status": "x", "exports": {}, "verdict": null, "stages": [{"key": 1}]}': "stages.0.name: field required",
+    '{"status": "x", "exports": {"a": 5}, "verdict": null, "stages": []}': "exports.a: ",
+    '{"status": "failed", "exports": {}, "verdict": null, "stages": []}': "has no finished stage (status failed)",
+    f'{{"status": "x", "exports": {{}}, "verdict": null, "stages": [{STAGE}]}}': "",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_folder_that_is_no_whole_run_is_named_and_not_passed(tmp_path: Path, text: str) -> None:
+    (tmp_path / "summary.json").write_text(text)
+    said = run("verify", tmp_path)
+    assert said.exit_code == 1 and (BAD[text] or "gate-k: manifest.json is missing") in said.output
+    assert isinstance(said.exception, SystemExit)
+    said = run("compare", tmp_path, "--out", tmp_path / "out")
+    assert said.exit_code == 2 and (BAD[text] or "has none of the stages that its summary.json names") in said.output
+
+
+@pytest.mark.parametrize("files", ["5", '{"a": 5}', '{"a": {"size": 1}}', '{"a": {"size": "x", "sha256": ""}}'])
+def test_a_manifest_that_is_none_is_named(tmp_path: Path, files: str) -> None:
+    (tmp_path / "a").write_text("x")
+    (tmp_path / "tare.json").write_text(f'{{"files": {files}, "status": "released"}}')
+    for command in (("verify", tmp_path), ("push", tmp_path, "me/model", "--dry-run")):
+        said = run(*command)
+        assert said.exit_code == 1 and "tare.json is not what Tare writes: files" in said.output
+        assert isinstance(said.exception, SystemExit)
 
 
 def test_a_json_log_is_one_object_a_line_and_a_quiet_one_is_empty(

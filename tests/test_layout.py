@@ -31,7 +31,7 @@ FORBIDDEN = {
     "qat.arch": ("torch", "transformers"),
 }
 LIGHT = ["arguments", "cli", "manifest", "outline", "plan", "plugins", "ranks", "recipe", "report"]
-LIGHT += ["coverage", "groups", "push", "serving", "verify", "scheme", "sections", "sizes", "stages"]
+LIGHT += ["coverage", "groups", "push", "serving", "verify", "scheme", "sections", "sizes", "stages", "summary"]
 
 
 def module(path: Path) -> str:

@@ -158,7 +158,7 @@ def test_a_dry_run_lists_everything_without_network_and_token(tmp_path: Path, mo
         (lambda d: (d / "config.json").unlink(), "config.json is missing"),
         (lambda d: (d / "notes.txt").write_text("x"), "notes.txt is not in tare.json"),
         (lambda d: (d / "tare.json").unlink(), "has no tare.json"),
-        (lambda d: (d / "tare.json").write_text("{"), "is not a manifest"),
+        (lambda d: (d / "tare.json").write_text("{"), "tare.json is not JSON"),
         (lambda d: make(d, {}, status="refused"), "status 'refused'; only what the gate released"),
         (lambda d: make(d, {}, status=None), "status None; only what the gate released"),
     ],
