@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gate._check import Fault
 from gate.readers._headers import read_header, weight_files
-from qat.index import INDEX, checkpoints_below, weight_map
+from qat.index import ARTIFACT, INDEX, checkpoints_below, weight_map
 
 
 def check(folder: Path) -> Iterator[Fault]:
@@ -16,6 +16,10 @@ def check(folder: Path) -> Iterator[Fault]:
         below = ", ".join(map(str, checkpoints_below(folder)))
         fix = f"checkpoints lie below: give one of {below}" if below else "export again"
         yield Fault("config", str(folder / "config.json"), "missing", "engines start from it", fix)
+        return
+    if (folder / ARTIFACT).is_file():
+        rule = "engines load what was exported from it"
+        yield Fault("config", str(folder), "a stage before export, in Tare's own layout", rule, "give that folder")
         return
     files = weight_files(folder)
     if not files:

@@ -126,9 +126,9 @@ def _biases(export: Export, linears: list[str], engines: Collection[str]) -> Ite
     for engine in sorted({"vllm" if engine == "vllm_plugin" else engine for engine in engines}):
         if engine not in export.arch.bias_slots:
             known = ", ".join(sorted(export.arch.bias_slots))
-            raise ValueError(
-                f"which biases {engine!r} loads is not known for {export.arch.class_name} (known: {known})"
-            )
+            what, rule = f"{export.arch.class_name} for {engine}", f"which biases it loads is known of {known}"
+            yield Fault("engine", "config.json", what, rule, "choose one of these")
+            continue
         slots = export.arch.bias_slots[engine]
         flags = {flag: bool(getattr(export.config, flag, False)) for flag in slots.by_flag}
         loaded = set(slots.always).union(*(slots.by_flag[flag] for flag, on in flags.items() if on))

@@ -15,6 +15,12 @@ from gate.readers import Export
 from qat.artifact import Artifact
 
 AGAIN = "export again"
+SHARED = {  # what engines do with parts that are not equal in linears which they fuse
+    "weight_scale": "fused linears share one scale; engines take the largest and round the weights again",
+    "input_scale": "fused linears share one scale; vllm takes the largest, trtllm's w4a8 stops",
+    "weight_scale_2": "fused linears share one scale; trtllm stops",
+    "pre_quant_scale": "fused linears share it; trtllm takes that of the first: wrong output without an error",
+}
 SCALES = ("scales", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 
 
@@ -93,12 +99,15 @@ def _fused(export: Export) -> Iterator[Fault]:
         shared = [[f"{export.arch.blocks}.{index}.{leaf}" for leaf in group] for group in export.arch.shared_input]
         for part in export.shared():
             for names in export.arch.one_input_scale(index) if part == "input_scale" else shared:
-                stored = {n: export.raw(f"{n}.{part}").float() for n in names if f"{n}.{part}" in export.stored}
-                values = {n: value.item() for n, value in stored.items() if value.numel() == 1}
-                if len(set(values.values())) > 1:
-                    what = ", ".join(f"{n.rpartition('.')[2]} {v:.9g}" for n, v in values.items())
-                    rule = "fused linears share one scale; engines take the largest and round the weights again"
-                    yield Fault("shared", f"{names[0]}.{part}", what, rule, "calibrate them together")
+                stored = {n: export.raw(f"{n}.{part}") for n in names if f"{n}.{part}" in export.stored}
+                whole = part == "pre_quant_scale"  # scales of several values belong to rows and groups
+                values = {n: value.float().flatten() for n, value in stored.items() if whole or value.numel() == 1}
+                first = next(iter(values.values()), None)
+                if first is None or all(torch.equal(value, first) for value in values.values()):
+                    continue
+                place = next(int((v != first).nonzero()[0]) for v in values.values() if not torch.equal(v, first))
+                what = ", ".join(f"{n.rpartition('.')[2]} {v[place]:.9g}" for n, v in values.items())
+                yield Fault("shared", f"{names[0]}.{part}", what, SHARED[part], "calibrate them together")
 
 
 def compare(export: Export, artifact: Artifact) -> Iterator[Fault]:

@@ -49,7 +49,8 @@ def check(
         for name in export.shapes:  # patterns of the config that cannot be compared with names are its fault
             export.excluded(name.removesuffix(".weight"))
     except ValueError as error:
-        return [Fault("config", str(folder), str(error), "the gate must be able to read it", "export it again")]
+        said = str(error).removeprefix(f"{folder}: ")
+        return [Fault("config", str(folder), said, "the gate must be able to read it", "export it again")]
     levels: list[Callable[[], Iterator[Fault]]] = [
         partial(_lint_names.check, export, engines),
         partial(_engines, export, engines, tp),

@@ -29,10 +29,11 @@ from torch import Tensor
 
 from qat import manifest
 from qat.checkpoint import SafetensorsFolder
+from qat.index import ARTIFACT
 from qat.quant import Quantized, dequantize, pack_nibbles, unpack_nibbles
 from qat.scheme import Scheme, TensorFormat
 
-REST, OVERLAY, META = "rest.safetensors", "overlay.safetensors", "artifact.json"
+REST, OVERLAY, META = "rest.safetensors", "overlay.safetensors", ARTIFACT
 CACHE_SCALES = (".k_scale", ".v_scale")
 
 

@@ -13,6 +13,7 @@ from gate._bootstrap import Sampling
 from gate.stage import table
 from qat import arguments, manifest, report, results, summary
 from qat.arguments import RecipeError
+from qat.index import checkpoints_below
 from qat.job import device, dtype
 from qat.parent import Parent, open_parent
 from qat.sections import TEXT_FILES, Compute, EvaluationText
@@ -129,7 +130,11 @@ def _sources(sources: list[str]) -> tuple[dict[str, Ran], dict[str, Path], list[
         elif not path.exists():
             wrong.append(f"{source} does not exist")
         else:
-            wrong.append(f"{source} is neither the folder of a run ({summary.FILE}) nor a checkpoint (config.json)")
+            below = ", ".join(map(str, checkpoints_below(path)))
+            wrong.append(
+                f"{source} is neither the folder of a run ({summary.FILE}) nor a checkpoint (config.json)"
+                + (f"; checkpoints lie below: give one or more of {below}" if below else "")
+            )
     return runs, folders, wrong
 
 

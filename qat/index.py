@@ -7,6 +7,7 @@ from pathlib import Path
 from qat.manifest import read_json
 
 INDEX = "model.safetensors.index.json"
+ARTIFACT = "artifact.json"  # in a folder of Tare's own layout, between the stages
 # what travels with a checkpoint beside its weights
 SIDE_FILES = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
               "vocab.*", "merges.txt", "chat_template*", "*.model", "LICENSE*", "NOTICE*", "USE_POLICY*")  # fmt: skip
@@ -42,11 +43,11 @@ def side_files(folder: Path) -> list[Path]:
 
 
 def checkpoints_below(folder: Path, depth: int = DEPTH) -> list[Path]:
-    """The nearest folders below `folder` that hold a config.json, such as the formats of a release."""
+    """The nearest folders below `folder` that hold a checkpoint, such as the formats of a release."""
     found: list[Path] = []
     for one in sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ():
         if (one / "config.json").is_file():
-            found.append(one)
+            found += [one] if not (one / ARTIFACT).is_file() else []
         elif depth > 1:
             found += checkpoints_below(one, depth - 1)
     return found

@@ -8,6 +8,7 @@ from gate._check import Fault
 from gate.readers import Export
 
 ALONG_INPUTS = ("o_proj", "down_proj", "w2")  # what closes a half of a block; all others are divided along outputs
+DIVIDES = "serve with a number of ranks that divides it"
 FEWER = "serve with fewer ranks, or quantize with a smaller group_size"
 
 
@@ -27,17 +28,17 @@ def check_ranks(engine: str, export: Export, tp: int) -> Iterator[Fault]:
     config = export.config
     heads, shared = config.num_attention_heads, config.num_key_value_heads
     if heads % tp:
-        yield Fault("tp", "config.json", f"{heads} heads on {tp} ranks", f"{engine} gives each as many", FEWER)
+        yield Fault("tp", "config.json", f"{heads} heads on {tp} ranks", f"{engine} gives each as many", DIVIDES)
     if shared % tp and tp % shared:
         rule = f"{engine} divides them evenly or copies them evenly"
-        yield Fault("tp", "config.json", f"{shared} key-value heads on {tp} ranks", rule, FEWER)
+        yield Fault("tp", "config.json", f"{shared} key-value heads on {tp} ranks", rule, DIVIDES)
     for index in range(config.num_hidden_layers):
         for name in export.arch.block_linears(index):
             rows, columns = export.shapes[f"{name}.weight"]
             along_inputs = name.endswith(ALONG_INPUTS)
             if (columns if along_inputs else rows) % tp and not name.endswith(("k_proj", "v_proj")):
                 what = f"{columns} inputs" if along_inputs else f"{rows} outputs"
-                yield Fault("tp", name, f"{what} on {tp} ranks", f"{engine} gives each as many", FEWER)
+                yield Fault("tp", name, f"{what} on {tp} ranks", f"{engine} gives each as many", DIVIDES)
 
 
 def check_unit(

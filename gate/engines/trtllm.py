@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from gate._check import Fault
 from gate.engines._split import check_ranks, check_unit
 from gate.readers import Export
@@ -44,7 +46,16 @@ def _compressed(export: Export) -> Iterator[Fault]:
 
 def _modelopt(export: Export, tp: int) -> Iterator[Fault]:
     algorithm: str = export.algorithm  # type: ignore[attr-defined]
-    alone = {g[0] for i in range(export.config.num_hidden_layers) for g in _shared(export, i) if len(g) == 1}
+    groups = [group for index in range(export.config.num_hidden_layers) for group in _shared(export, index)]
+    alone = {group[0] for group in groups if len(group) == 1}
+    if export.config.dtype not in (torch.bfloat16, torch.float16, None):
+        what, rule = f"dtype {export.config.dtype}".replace("torch.", ""), "trtllm runs bfloat16 and float16 models"
+        yield Fault("dtype", "config.json", what, rule, "write the one that scales and biases were rounded to")
+    if export.arch.head in export.linears:
+        rule = "trtllm keeps it in 16 bits"
+        yield Fault("head", export.arch.head, "stored quantized", rule, "leave it unquantized, and exclude it")
+    for group in groups:
+        yield from _factors(export, group)
     for name in export.linears:
         if algorithm.startswith("W4A"):
             yield from _int4(export, name, name in alone, tp)
@@ -59,6 +70,15 @@ def _modelopt(export: Export, tp: int) -> Iterator[Fault]:
 def _shared(export: Export, index: int) -> list[list[str]]:
     prefix, here = f"{export.arch.blocks}.{index}.", export.arch.at(index)
     return [[prefix + leaf for leaf in group] for group in here.shared_input]
+
+
+def _factors(export: Export, group: list[str]) -> Iterator[Fault]:
+    """W4A8: all linears that are fused have a factor for their inputs, or none has."""
+    lacking = [name for name in group if f"{name}.pre_quant_scale" not in export.stored]
+    if export.algorithm == "W4A8_AWQ" and 0 < len(lacking) < len(group):  # type: ignore[attr-defined]
+        what = f"no pre_quant_scale, which is not so of all of {', '.join(group)}"
+        rule = "trtllm takes that of the first for all that it fuses: wrong output without an error"
+        yield Fault("pre_quant_scale", lacking[0], what, rule, "store the same for all")
 
 
 def _int4(export: Export, name: str, is_alone: bool, tp: int) -> Iterator[Fault]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from gate.readers._export import Export, InputQuant, Spec
 from qat import plugins
+from qat.index import ARTIFACT
 from qat.parent import read_config_json
 
 __all__ = ["Export", "InputQuant", "Spec", "detect", "open_export"]
@@ -33,6 +34,8 @@ def detect(folder: Path) -> tuple[str, dict[str, Any]]:
     """(file of gate/readers, quantization config). `dense` and {} for a plain checkpoint."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json; give the folder of an exported checkpoint")
+    if (folder / ARTIFACT).is_file():
+        raise ValueError(f"{folder} is a stage before export, in Tare's own layout; give a folder exported from it")
     inline = read_config_json(folder).get("quantization_config") or {}
     base = inline.get("base") or {}
     if not isinstance(base, dict):

@@ -65,6 +65,11 @@ class Reader(Export):
         ):
             raise ValueError(f"{self.folder}: the KV cache is {caches}; FP8 or nothing is read, the same in every file")
         self._group_size = self._read_group_size(legacy)
+        if self._group_size and (legacy.get("has_zero_point") or self.quantization.get("has_zero_point")):
+            raise ValueError(
+                f"{self.folder}: {self.algorithm} with has_zero_point true; TensorRT-LLM's int4 linears have no zero "
+                "points: quantize symmetrically"
+            )
         self._check_agreement()
 
     def _read_group_size(self, legacy: dict[str, object]) -> int | None:
@@ -111,7 +116,7 @@ class Reader(Export):
         return {"weight": weight, "weight_scale": Spec(("F32",), (shape,))}
 
     def shared(self) -> tuple[str, ...]:
-        of = {"FP8": ("weight_scale", "input_scale"), "W4A8_AWQ": ("weight_scale_2", "input_scale")}
+        of = {"FP8": ("weight_scale", "input_scale"), "W4A8_AWQ": ("weight_scale_2", "input_scale", "pre_quant_scale")}
         return of.get(self.algorithm, ())
 
     def in_blocks(self, name: str) -> bool:

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from gate import lint
@@ -20,6 +21,7 @@ from qat.cli import app
 from tests.foreign import DIRECTORIES, LINEARS, SIZES, big
 from tests.planting import Change, config, drop, first, put, quantization
 
+QKV0 = LINEARS[:3]
 Q0, K0, O0, UP1, DOWN1 = LINEARS[0], LINEARS[1], LINEARS[3], LINEARS[12], LINEARS[13]
 
 
@@ -43,6 +45,14 @@ def test_directories_of_other_tools_are_good(foreign: Callable[[str], Path], nam
 
 def weights(**values: object) -> Change:
     return lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(values)
+
+
+def fp8_head(tensors: dict[str, Any]) -> None:
+    """As Model-Optimizer stores a linear in FP8."""
+    head = tensors["lm_head.weight"].float()
+    scale = head.abs().max() / 448
+    tensors |= {"lm_head.weight": (head / scale).to(torch.float8_e4m3fn), "lm_head.weight_scale": scale}
+    tensors["lm_head.input_scale"] = torch.tensor(0.02)
 
 
 NONE: Change = lambda _: None  # noqa: E731
@@ -96,6 +106,13 @@ FAULTS: dict[str, tuple[str, str, Change, Change, str, str]] = {
         "shared", f"{Q0}.weight_scale_2"),
     "weight_scale_2 missing": (
         "ModelOpt W4A8", "trtllm", drop(f"{K0}.weight_scale_2"), NONE, "missing", f"{K0}.weight_scale_2"),
+    "pre_quant_scale not shared": (
+        "ModelOpt W4A8", "trtllm", lambda t: t.update({f"{n}.pre_quant_scale": ONES * (1 + (n == K0)) for n in QKV0}),
+        NONE, "shared", f"{Q0}.pre_quant_scale"),
+    "pre_quant_scale on k alone": (
+        "ModelOpt W4A8", "trtllm", put(f"{K0}.pre_quant_scale", ONES), NONE, "pre_quant_scale", Q0),
+    "a model of float32": ("ModelOpt FP8", "trtllm", NONE, config(dtype="float32"), "dtype", "config.json"),
+    "a quantized head": ("ModelOpt FP8", "trtllm", fp8_head, quantization(ignore=[]), "head", "lm_head"),
     "input scale not shared": (
         "ModelOpt W4A8", "trtllm", put(f"{K0}.input_scale", torch.tensor(0.5)), NONE, "shared", f"{Q0}.input_scale"),
     "interleaved words": (
@@ -131,9 +148,33 @@ def test_a_planted_fault_is_found(foreign: Callable[[str], Path], tiny: SimpleNa
     shutil.copytree(foreign(name), folder)
     tiny.edit(folder, change)
     tiny.edit_json(folder / "config.json", change_config)
+    if case == "a quantized head":
+        tiny.edit_json(folder / HF, lambda c: c["quantization"].update(exclude_modules=[]))
     found = lint.check(folder, [engine])
     assert (kind, where or str(folder)) in {(f.kind, f.where) for f in found}, [str(f) for f in found]
     assert len({f.kind for f in found}) == 1
+
+
+def test_a_stage_before_export_is_no_checkpoint(foreign: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(foreign("AutoAWQ"), tmp_path / "run/calibrate-0123")
+    (folder / "artifact.json").write_text("{}")
+    (fault,) = lint.check(folder, ["vllm"])
+    assert (fault.kind, fault.what) == ("config", "a stage before export, in Tare's own layout")
+    with pytest.raises(ValueError, match="calibrate-0123 is a stage before export"):
+        open_export(folder)
+    shutil.copytree(foreign("AutoAWQ"), tmp_path / "run/export-0123/awq")
+    (fault,) = lint.check(tmp_path / "run", ["vllm"])
+    assert fault.way_out == f"checkpoints lie below: give one of {tmp_path / 'run/export-0123/awq'}"
+
+
+def test_an_engine_of_which_the_biases_are_not_known_is_a_fault(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen3Config(**sizes, num_key_value_heads=2, head_dim=32, vocab_size=96)
+    Qwen3ForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    assert lint.check(tmp_path, ["trtllm", "vllm"]) == []
+    (fault,) = lint.check(tmp_path, ["trtllm_legacy", "vllm"])
+    assert fault.kind == "engine" and fault.what == "Qwen3ForCausalLM for trtllm_legacy"
+    assert "transformers, trtllm, vllm" in fault.rule
 
 
 def test_what_stands_in_hf_quant_config_is_read(foreign: Callable[[str], Path], tmp_path: Path) -> None:
@@ -145,6 +186,7 @@ def test_what_stands_in_hf_quant_config_is_read(foreign: Callable[[str], Path], 
         ({"quant_algo": "W4A16_GPTQ"}, "the gate reads FP8, "),
         ({"exclude_modules": ["lm_head", "*q_proj"]}, "disagree on whether"),
         ({"kv_cache_quant_algo": "INT8"}, "FP8 or nothing is read"),
+        ({"has_zero_point": True}, "W4A16_AWQ with has_zero_point true"),
     ):
         (folder / HF).write_text(json.dumps({"quantization": original["quantization"] | change}))
         found = lint.check(folder, ["trtllm"])
