@@ -73,6 +73,8 @@ def main(sources: list[str], choices: Choices, out: Path) -> Path:
         found = gate.stage.measure_all(own, states, corpus.windows, cache, on, precision, steps.reach)
     said = _data(runs, parent, corpus, found)
     report.say(table.text(said["table"]))
+    if said["tasks"]:
+        report.say(table.text(said["tasks"], table.TASKS))
     for line in verdicts(said["pairs"]):
         report.say(line)
     out.mkdir(parents=True, exist_ok=True)
@@ -190,12 +192,14 @@ def _data(runs: dict[str, Ran], parent: Parent, corpus: Corpus, found: dict[str,
     said, states = gate.report.empty("Comparison"), dict(found["states"])
     for name, ran in runs.items():
         prefix = f"{name}/" if len(runs) > 1 or len(exports) > len(ran.summary["exports"]) else ""
+        _add_tasks(states, ran, prefix, said["notes"])
         states = _with_stages(states, ran, prefix, found["evaluation"], said["notes"])
         said["latency"] += _latency(ran, prefix)
         for stage in ran.summary["stages"]:
             label = f"{prefix}{stage['variant'] or ''}".strip("/")
             results.show_stage(said, label, stage["name"], ran.folder / stage["path"], stage["metrics"])
-    said |= {"evaluation": found["evaluation"], "pairs": pairs, "table": table.rows(states, {}, sampling)}
+    said |= {"evaluation": found["evaluation"], "pairs": pairs}
+    said |= {"table": table.rows(states, {}, sampling), "tasks": table.tasks(states, sampling)}
     statistics: dict[str, Any] = {
         "confidence": sampling.confidence,
         "resamples": sampling.resamples,
@@ -203,6 +207,21 @@ def _data(runs: dict[str, Ran], parent: Parent, corpus: Corpus, found: dict[str,
     }
     said["facts"] = results.facts(parent, found["evaluation"], corpus.source, statistics)
     return said | {"statistics": statistics} | gate.report.measured(states, exports, results.decoder(parent.tokenizer))
+
+
+def _add_tasks(states: dict[str, Any], ran: Ran, prefix: str, notes: list[str]) -> None:
+    """Put what a run's exports and its parent answered into `states`, if all runs asked this parent the same."""
+    of, parent = ran.verdict.get("states", {}), states["parent"]
+    answered = of.get("parent", {}).get("tasks")
+    if not answered:
+        return
+    if of["parent"]["fingerprint"] != parent["fingerprint"] or parent.get("tasks", answered) != answered:
+        notes.append(f"{ran.folder.name} asked another parent, or other examples: its tasks are not shown")
+        return
+    parent["tasks"] = answered
+    for name in ran.summary["exports"]:
+        if prefix + name in states and "tasks" in of.get(name, {}):
+            states[prefix + name]["tasks"] = of[name]["tasks"]
 
 
 def _latency(ran: Ran, prefix: str) -> list[dict[str, Any]]:

@@ -213,8 +213,9 @@ def judge(job: Job) -> dict[str, Any] | None:
     path = job.run.folder / "verdict.json"
     verdict = gate.stage.verdict(path, said["measured"], exports_of(job), said["faults"], job.recipe.gate or {})
     report.say(table.text(verdict["table"]))
-    if verdict["latency"]:
-        report.say(table.text(verdict["latency"], table.LATENCY))
+    for key, columns in (("tasks", table.TASKS), ("latency", table.LATENCY)):
+        if verdict[key]:
+            report.say(table.text(verdict[key], columns))
     why = [f"{status} {name}: {text}" for status, name, text in gate.stage.problems(verdict)]
     for line in why:
         report.say(line)

@@ -32,7 +32,7 @@ def data(job: Job, verdict: dict[str, Any] | None, status: str) -> dict[str, Any
     """What the report of a run shows; see `gate.report`."""
     said = gate.report.empty(job.recipe.name) | {"status": status, "facts": facts(job.parent, None)}
     if verdict is not None:
-        kept = ("evaluation", "table", "latency", "exports", "statistics")
+        kept = ("evaluation", "table", "tasks", "latency", "exports", "statistics")
         said |= {key: verdict[key] for key in kept}
         said |= gate.report.measured(verdict["states"], verdict["exports"], decoder(job.parent.tokenizer))
         said["facts"] = facts(job.parent, verdict["evaluation"], job.evaluation.source, verdict["statistics"])

@@ -148,6 +148,13 @@ def test_runs_and_foreign_checkpoints_are_compared_on_the_same_text(
     for name in ("a/compressed_tensors", "a/rtn"):
         assert rows[f"two/{name}"]["kl"] == verdict["states"][name]["kl"]
     assert rows["two/a/compressed_tensors"]["kl_recovered"] is not None
+    asked = {name: verdict["states"][name]["tasks"]["words"]["scores"] for name in ("parent", "a/compressed_tensors")}
+    for name, scores in zip(("parent", "two/a/compressed_tensors"), asked.values(), strict=True):
+        assert rows[name]["accuracy"] == sum(scores) / 6
+    answers = {row["state"]: row for row in found["tasks"]}
+    assert list(answers) == ["parent", "two/a/compressed_tensors", "two/b/compressed_tensors"]
+    gain = (sum(asked["a/compressed_tensors"]) - sum(asked["parent"])) / 6
+    assert answers["two/a/compressed_tensors"]["gain"] == pytest.approx(gain) and rows["foreign"]["accuracy"] is None
     assert set(found["layers"]) == {"two/a"}  # b has the same calibration, which was done once
     assert (out / "compare.html").stat().st_size > 10_000
     with (out / "compare.csv").open() as f:
@@ -187,6 +194,23 @@ def test_checkpoints_alone_need_a_parent_and_a_text(output: Path, tmp_path: Path
     assert (copy["kl"], copy["increase"], copy["kl_low"], copy["increase_high"], copy["top1"]) == (0, 0, 0, 0, 1)
     too_long = run("compare", tmp_path / "copy", "--parent", parent, "--text", TEXT, "--length", 999, *out)
     assert too_long.exit_code == 1 and "--length 256" in too_long.output
+
+
+def test_tasks_of_runs_are_shown_when_all_asked_the_same_parent_the_same() -> None:
+    def state(fingerprint: str, *scores: float) -> dict[str, Any]:
+        return {"fingerprint": fingerprint, "tasks": {"t": {"scores": list(scores)}}}
+
+    def ran(name: str, parent: dict[str, Any]) -> compare.Ran:
+        said = {"states": {"parent": parent, "awq": state("x", 0, 1)}}
+        return compare.Ran(Path(name), {"exports": {"awq": {}}}, {}, said)
+
+    states: dict[str, Any] = {"parent": {"fingerprint": "p"}, "a/awq": {}, "b/awq": {}, "c/awq": {}, "d/awq": {}}
+    notes = list[str]()
+    for name, parent in zip("abcd", (state("p", 1, 0), state("p", 1, 1), state("q", 1, 0), {}), strict=True):
+        compare._add_tasks(states, ran(name, parent), f"{name}/", notes)
+    assert states["parent"]["tasks"]["t"]["scores"] == [1, 0] and states["a/awq"]["tasks"]["t"]["scores"] == [0, 1]
+    assert states["b/awq"] == states["c/awq"] == states["d/awq"] == {}
+    assert [note.split()[0] for note in notes] == ["b", "c"]
 
 
 def test_what_is_to_be_said_of_several_candidates_is_said_once() -> None:

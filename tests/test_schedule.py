@@ -85,7 +85,7 @@ def made(folder: Path) -> dict[str, bool]:
 
 def test_every_stage_is_cached_and_measured(tmp_path: Path) -> None:
     plain = ["recipe=micro.yaml", f"output={tmp_path}", "data.training.max_mb=0.02", "data.calibration.max_mb=0.02"]
-    arguments = [*plain, BOTH]
+    arguments = [*plain, BOTH.replace("{bias: 3e-3}", "{bias: 3e-3}, loss: {kl: 1, ce: 0.01}")]
     assert main(arguments) == 0
     run = tmp_path / "micro"
     assert list(made(run)) == ["calibrate", "train-1", "train-2", "export", "gate", "release"]
@@ -99,9 +99,8 @@ def test_every_stage_is_cached_and_measured(tmp_path: Path) -> None:
     assert facts["train-1"].startswith("3 steps; KL on held-out windows of the training text from ")
     assert facts["train-1"].endswith(facts["train-2"].split("from ")[1].split(" to ")[0])  # where the next one starts
     card = next(run.glob("release-*/compressed_tensors/README.md")).read_text()
-    assert (
-        "; scale trained for 3 steps of 2 x 32 tokens by the KL to the parent's logits; then bias trained for 2" in card
-    )
+    steps = "steps of 2 x 32 tokens by the KL to the parent's logits"
+    assert f"; scale trained for 3 {steps}; then bias trained for 2 {steps} and the cross-entropy of the next" in card
 
     assert main([*arguments, "until=train", "train.1.steps=4"]) == 0
     assert made(run) == {"calibrate": True, "train-1": True, "train-2": False}

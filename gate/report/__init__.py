@@ -5,7 +5,7 @@
 
     title, status         of the run; status is null in a comparison
     facts                 [[name, text]]: parent, text, precision...
-    evaluation, table, latency, exports, statistics   as in verdict.json (gate/stage); exports is {} in a comparison
+    evaluation, table, tasks, latency, exports, statistics   as in verdict.json (gate/stage); a comparison's exports: {}
     spread                state -> {quantiles, edges, counts} of the KL of single tokens, or null
     worst                 state -> [{kl, nll, parent_nll, window, position, context, next, top, parent_top}] with text
     pairs                 of a comparison: KL of each state less that of the best one, {state, best, value, low, high}
@@ -29,7 +29,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from gate._bootstrap import Sampling, interval
 from gate.report._charts import charts
 from gate.stage._content import write_json
-from gate.stage.table import COLUMNS, LATENCY
+from gate.stage.table import COLUMNS, LATENCY, TASKS
 
 # columns of layers.csv, the first pair that is there: error before, error after, whether of the linear's output
 ERRORS = (
@@ -37,15 +37,26 @@ ERRORS = (
     ("weighted_error_rtn", "weighted_error", True),
     ("error_rtn", "error", False),
 )
+TABLES = (  # key of the data, heading, columns, how to read it
+    (
+        "tasks", "Tasks", TASKS,
+        "The gain over the parent, question by question, with its confidence interval.",
+    ),
+    (
+        "latency", "Served", LATENCY,
+        "By the engine's own benchmark, parent and exports in turn. Batch: requests at once. Ratios: geometric means "
+        "over pairs of export / parent. GB: the weights on the GPU, or on a CPU all that the engine's processes hold.",
+    ),
+)  # fmt: skip
 WORST = 3  # positions shown of each state
 
 
 def empty(title: str) -> dict[str, Any]:
     """A report in which nothing was measured yet."""
     return {
-        "schema": 1, "title": title, "status": None, "facts": [], "evaluation": None, "table": [], "latency": [],
-        "exports": {}, "statistics": None, "spread": {}, "worst": {}, "pairs": [], "layers": {}, "training": {},
-        "stages": [], "recipe": None, "notes": [],
+        "schema": 1, "title": title, "status": None, "facts": [], "evaluation": None, "table": [], "tasks": [],
+        "latency": [], "exports": {}, "statistics": None, "spread": {}, "worst": {}, "pairs": [], "layers": {},
+        "training": {}, "stages": [], "recipe": None, "notes": [],
     }  # fmt: skip
 
 
@@ -60,7 +71,7 @@ def write(folder: Path, name: str, data: Mapping[str, Any]) -> Path:
         data=data,
         charts=list(charts(dict(data))),
         columns=_columns(data["table"]),
-        latency_columns=LATENCY,
+        tables=[(key, *words) for key, *words in TABLES if data[key]],
         json_name=f"{name}.json",
     )
     path = folder / f"{name}.html"

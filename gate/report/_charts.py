@@ -14,6 +14,13 @@ LOG_RATIO = 20  # numbers that differ more than this go on a logarithmic scale
 NO_LEGEND = Markup("")
 ROW, BAR = 34, 12  # height of a row of bars, and of its bar
 CURVES = 8  # more series than this cannot be told apart
+QUALITIES = {  # key of a row: its name, its axis, how it is written, how to read the chart
+    "kl": (
+        "KL", "KL to the parent (nats per token)", ".5f",
+        "Lower and further left is better. Bars are confidence intervals.",
+    ),
+    "accuracy": ("Accuracy", "mean score over tasks", ".3f", "Higher and further left is better."),
+}  # fmt: skip
 BOTTOM = svg.HEIGHT - svg.BOTTOM
 FIT = (svg.LEFT + 4, svg.WIDTH - svg.RIGHT), (BOTTOM, svg.TOP)  # pixels of x and of y
 
@@ -30,9 +37,12 @@ class Chart:
 
 def charts(data: dict[str, Any]) -> Iterator[Chart]:
     """Those for which `data` has numbers."""
-    for make in (_tradeoff, _latency, _stages, _spread):
-        chart = make(data)
-        if chart:
+    for kind in QUALITIES:
+        for make in (_tradeoff, _latency):
+            if chart := make(data, kind):
+                yield chart
+    for make_one in (_stages, _spread):
+        if chart := make_one(data):
             yield chart
     for label, layers in data["layers"].items():
         if len(layers["rows"]) > 1:
@@ -41,50 +51,51 @@ def charts(data: dict[str, Any]) -> Iterator[Chart]:
         yield _training(data["training"])
 
 
-def _rows(data: dict[str, Any], *keys: str) -> list[tuple[int, dict[str, Any]]]:
-    """(place in the table, row) of the rows, the parent's apart, that have all of these numbers."""
-    rows = list(enumerate(data["table"]))[1:]
+def _rows(data: dict[str, Any], *keys: str, parent: bool = False) -> list[tuple[int, dict[str, Any]]]:
+    """(place in the table, row) of the rows, the parent's only when asked for, that have all of these numbers."""
+    rows = list(enumerate(data["table"]))[0 if parent else 1 :]
     return [(i, row) for i, row in rows if all(row.get(key) is not None for key in keys)]
 
 
-def _tradeoff(data: dict[str, Any]) -> Chart | None:
+def _tradeoff(data: dict[str, Any], kind: str) -> Chart | None:
     key = "bits_per_weight"
-    found = [(row, i, row[key], f"/table/{i}/{key}") for i, row in _rows(data, "kl", key)]
-    return _against("KL against size", "bits per weight", found)
+    rows = _rows(data, kind, key, parent=kind != "kl")
+    return _against(kind, "size", "bits per weight", [(row, i, row[key], f"/table/{i}/{key}") for i, row in rows])
 
 
-def _latency(data: dict[str, Any]) -> Chart | None:
+def _latency(data: dict[str, Any], kind: str) -> Chart | None:
     """Of the smallest batch, in which the weights that are read decide."""
     key, least = "inter_token_ratio", min((row["batch"] for row in data["latency"] if row["batch"]), default=0)
-    table = {row["state"]: (i, row) for i, row in _rows(data, "kl")}
+    table = {row["state"]: (i, row) for i, row in _rows(data, kind)}
     found = []
     for n, served in enumerate(data["latency"]):
         if served["batch"] == least and served[key] is not None and served["state"] in table:
             i, row = table[served["state"]]
             found.append((row, i, served[key], f"/latency/{n}/{key}"))
-    return _against("KL against latency", f"time between tokens, batch {least}, of the parent's", found)
+    return _against(kind, "latency", f"time between tokens, batch {least}, of the parent's", found)
 
 
-def _against(title: str, what: str, found: list[tuple[dict[str, Any], int, float, str]]) -> Chart | None:
-    """KL of each (row of the table, its place, number, pointer to the number) against the number."""
+def _against(kind: str, title: str, what: str, found: list[tuple[dict[str, Any], int, float, str]]) -> Chart | None:
+    """KL or accuracy of each (row of the table, its place, number, pointer to the number) against the number."""
     if not found:
         return None
-    values = [row["kl"] for row, *_ in found]
-    log = min(values) > 0 and max(values) > LOG_RATIO * min(values)
+    name, axis, spec, note = QUALITIES[kind]
+    low, high = f"{kind}_low", f"{kind}_high"
+    values = [row[kind] for row, *_ in found]
+    log = kind == "kl" and min(values) > 0 and max(values) > LOG_RATIO * min(values)
     x = svg.scale([value for _, _, value, _ in found], *FIT[0])
-    ends = [row[end] for row, *_ in found for end in ("kl", "kl_low", "kl_high") if row[end] is not None]
-    y = svg.scale(ends, *FIT[1], log=log, zero=True)
-    parts, places = [svg.axes(x, y, what, "KL to the parent (nats per token)")], []
+    ends = [row[end] for row, *_ in found for end in (kind, low, high) if row.get(end) is not None]
+    y = svg.scale(ends, *FIT[1], log=log, zero=kind == "kl")
+    parts, places = [svg.axes(x, y, what, axis)], []
     for row, i, value, pointer in found:
-        at = x(value), y(row["kl"])
-        if row["kl_low"] is not None:
-            parts.append(svg.whisker(y(max(row["kl_low"], y.low)), y(row["kl_high"]), at[0], horizontal=False))
-        said = f"{row['state']}: {value:.3f} {what}, KL {row['kl']:.5f}"
-        parts.append(svg.mark(*at, 0, said, f"{pointer} /table/{i}/kl"))
+        at = x(value), y(row[kind])
+        if row.get(low) is not None:
+            parts.append(svg.whisker(y(max(row[low], y.low)), y(row[high]), at[0], horizontal=False))
+        said = f"{row['state']}: {value:.3f} {what}, {name} {row[kind]:{spec}}"
+        parts.append(svg.mark(*at, 0, said, f"{pointer} /table/{i}/{kind}"))
         places.append((*at, row["state"]))
     parts.append(svg.labels(places, BOTTOM))
-    note = "Lower and further left is better. Bars are confidence intervals."
-    return Chart(title, note, svg.frame(title, parts))
+    return Chart(f"{name} against {title}", note, svg.frame(f"{name} against {title}", parts))
 
 
 def _stages(data: dict[str, Any]) -> Chart | None:

@@ -64,5 +64,5 @@ def markdown(title: str, verdict: Mapping[str, Any]) -> str:
     lines += [f"- **{kind}** `{name}`: {plain(text)}" for kind, name, text in problems(verdict)]
     text = verdict["evaluation"]
     where = f"{text['num_windows']} windows of {text['length']} tokens, {text['dtype']} on {text['device']}"
-    lines += ["", f"Measured on {where}; intervals at {verdict['statistics']['confidence']:.0%} confidence."]
+    lines += ["", f"Measured on {where}; intervals at {100 * verdict['statistics']['confidence']:.4g}% confidence."]
     return "\n".join(lines) + "\n"

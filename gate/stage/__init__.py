@@ -10,8 +10,11 @@ every time. verdict.json:
                 checks: [{name, value, bound, passed, text, outcome, low, high, examples, needed}]}
     checks      the checks of all exports in one list, each with its `export`
     statistics  {confidence, resamples, seed, max_gain, max_parent_perplexity}: how the intervals were made
-    table       one row a state: {state, format, perplexity, kl, kl_stderr, top1, perplexity_recovered, kl_recovered,
-                size_on_disk, bits_per_weight, bits_per_parameter, seconds, note}; null where there is no number
+    table       one row a state: {state, format, perplexity, kl, kl_stderr, top1, accuracy (the mean over tasks),
+                perplexity_recovered, kl_recovered, size_on_disk, bits_per_weight, bits_per_parameter, seconds, note};
+                null where there is no number
+    tasks       one row a task and state: {state, task, metric, examples, score, gain over the parent, gain_low,
+                gain_high}
     latency     what the engine's own benchmark measured, one row a state and batch: {state, batch, memory_gb,
                 first_token_ms, inter_token_ms, tokens_per_s, and of the parent's: first_token_ratio, inter_token_ratio,
                 throughput_ratio with _low and _high, note}

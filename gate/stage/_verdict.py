@@ -78,6 +78,7 @@ def verdict(
         "checks": [{"export": name, **check} for name, e in judged.items() for check in e["checks"]],
         "statistics": sure.model_dump(),
         "table": table.rows(states, {name: e["faults"] for name, e in judged.items()}, sampling),
+        "tasks": table.tasks(states, sampling),
         "latency": table.latency(states, sampling),
         **measured,
     }

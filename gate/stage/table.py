@@ -16,6 +16,7 @@ COLUMNS = (  # key of the row, heading, format
     ("kl", "KL", ".5f"),
     ("kl_stderr", "s.e.", ".5f"),
     ("top1", "top-1", ".2%"),
+    ("accuracy", "tasks", ".2%"),
     ("perplexity_recovered", "ppl rec.", "z.1%"),
     ("kl_recovered", "KL rec.", "z.1%"),
     ("megabytes", "MB", ".2f"),
@@ -33,7 +34,7 @@ def rows(
     *_recovered: the share of the baseline's (round-to-nearest) loss that this state does not have any more; None where
     that loss itself cannot be told from noise, as of a random model.
     kl_low, kl_high, increase_low, increase_high: the confidence intervals of the KL and of the perplexity's relative
-    increase over the parent's.
+    increase over the parent's. accuracy: the mean score over tasks.
     """
     parent = next(iter(states.values()))
     found = []
@@ -45,6 +46,8 @@ def rows(
         for key, estimate in (("kl", _paired.kl(state, sampling)), ("increase", increase)):
             row |= {f"{key}_low": estimate and estimate.low, f"{key}_high": estimate and estimate.high}
         row["increase"] = increase and increase.value
+        scores = [task["score"] for task in state.get("tasks", {}).values()]
+        row["accuracy"] = math.fsum(scores) / len(scores) if scores else None
         row |= {"bits_per_parameter": state["bits_per_parameter"], "seconds": state["seconds"]}
         row["perplexity_recovered"] = row["kl_recovered"] = None
         if baseline and baseline is not state:
@@ -56,6 +59,33 @@ def rows(
     for name, listed in faults.items():
         if name not in states:
             found.append({**empty, "state": name, "note": f"not measured: {len(listed)} fault{'s'[: len(listed) > 1]}"})
+    return found
+
+
+TASKS = (
+    ("state", "answers", ""),
+    ("task", "task", ""),
+    ("metric", "metric", ""),
+    ("examples", "examples", "d"),
+    ("score", "score", ".2%"),
+    ("gain", "against parent", "+z.2%"),
+    ("gain_low", "from", "+z.2%"),
+    ("gain_high", "to", "+z.2%"),
+)
+
+
+def tasks(states: dict[str, dict[str, Any]], sampling: Sampling) -> list[dict[str, Any]]:
+    """A row for each task and state that was asked, the parent's first; the gain over the parent with its interval."""
+    asked = {name: state["tasks"] for name, state in states.items() if state.get("tasks")}
+    parent, found = next(iter(states.values())), []
+    for task in next(iter(asked.values()), {}):
+        for name, own in asked.items():
+            one, gain = own[task], None
+            if states[name] is not parent and len(one["scores"]) == len(parent["tasks"][task]["scores"]):
+                gain = _paired.gain(task, states[name], parent, sampling)
+            row = {"state": name, "task": task, "metric": one["metric"], "examples": len(one["scores"])}
+            row |= {"score": one["score"], "gain": gain and gain.value}
+            found.append(row | {"gain_low": gain and gain.low, "gain_high": gain and gain.high})
     return found
 
 

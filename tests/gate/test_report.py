@@ -19,7 +19,7 @@ import pytest
 from gate import divergence, lint, perplexity, report, stage
 from gate._bootstrap import Sampling
 from gate.report import _charts, _svg, pipelines
-from gate.stage import Exported
+from gate.stage import Exported, table
 
 EVIL = '<script src="http://x.invalid/a.js">alert(1)</script>&"\'|`*'
 
@@ -79,10 +79,15 @@ def data(made: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "perplexity": perplexity.Options(max_relative_increase=9),
     }
     found = stage.run(folder / "verdict.json", parent, [], exports, made.windows, gate, folder / "cache")
+    for n, state in enumerate(found["states"].values()):
+        scores = [float((k + n) % 3 == 0) for k in range(9 + n // 2)]
+        state["tasks"] = {EVIL: {"metric": "acc", "score": sum(scores) / len(scores), "scores": scores}}
+    sampling = Sampling(resamples=1000)
+    found |= {"table": table.rows(found["states"], {}, sampling), "tasks": table.tasks(found["states"], sampling)}
     said = report.empty("run " + EVIL) | {"status": found["status"], "facts": [["parent", EVIL]]}
-    said |= {key: found[key] for key in ("evaluation", "table", "exports", "statistics")}
+    said |= {key: found[key] for key in ("evaluation", "table", "tasks", "exports", "statistics")}
     said |= report.measured(found["states"], found["exports"], lambda ids: f"{EVIL}{ids[:3]}\n")
-    said["pairs"] = report.pairs(found["states"], Sampling(resamples=1000))
+    said["pairs"] = report.pairs(found["states"], sampling)
     said["training"] = {"int4": [0.4 / (n + 1) for n in range(20)]}
     rows = [{"layer": f"l{n}", "before": 0.02 + n / 1000, "after": 0.01 + n / 2000} for n in range(14)]
     said["layers"] = {"a/b": {"before": "error_rtn", "after": "error", "output": False, "rows": rows}}
@@ -102,14 +107,24 @@ def test_every_number_of_the_page_is_in_the_json(data: dict[str, Any]) -> None:
         value, spec = at(kept, attrs["data-path"] or ""), attrs.get("data-format") or ""
         assert text == format(value * float(attrs["data-factor"]) if attrs.get("data-factor") else value, spec), attrs
     for row in range(3):
-        wanted = {"perplexity", "kl", "top1", "size_on_disk", "bits_per_weight"}
+        wanted = {"perplexity", "kl", "top1", "accuracy", "size_on_disk", "bits_per_weight"}
         assert {f"/table/{row}/{key}" for key in wanted} <= shown
     assert any(path and path.startswith("/worst/") for path in shown) and "/pairs/0/value" in shown
-    assert len(page.titles) > 20
+    assert {"/tasks/0/score", "/tasks/1/gain", "/tasks/1/gain_low"} <= shown
+    assert len(page.titles) > 20 and "/table/0/bits_per_weight /table/0/accuracy" in dict(page.titles)
     for pointers, said in page.titles:
         for pointer in pointers.split():
             value = at(kept, pointer)
             assert any(format(value, spec) in said for spec in (".5f", ".3f", ".3g")), (pointers, said)
+
+
+def test_a_task_has_a_gain_where_the_same_number_of_questions_was_asked(data: dict[str, Any]) -> None:
+    """By hand: 9 questions, of which the parent answers those divisible by 3, the first export the ones before them."""
+    parent, first, second = data["report"]["tasks"]
+    assert (parent["score"], parent["gain"], parent["examples"]) == (pytest.approx(3 / 9), None, 9)
+    assert (first["score"], first["gain"]) == (pytest.approx(3 / 9), 0.0) and first["gain_low"] < 0 < first["gain_high"]
+    assert (second["examples"], second["gain"], second["gain_low"]) == (10, None, None)
+    assert [row["accuracy"] for row in data["report"]["table"]] == [row["score"] for row in data["report"]["tasks"]]
 
 
 def test_texts_are_escaped_and_nothing_is_fetched(data: dict[str, Any]) -> None:
