@@ -1,7 +1,7 @@
 """The gate as a stage: lint every exported directory, measure every state, judge the thresholds, write verdict.json.
 
-`run` does all of it. Measurements are remembered by content (config, tensors, text, parent), thresholds are judged
-every time. verdict.json:
+qat/pipeline.py calls these in order. Measurements are remembered by content (config, tensors, text, parent), thresholds
+are judged every time. verdict.json:
 
     schema      1
     status      the worst of its exports: refused, anomalous, inconclusive, released
@@ -63,7 +63,6 @@ __all__ = [
     "measure_tasks",
     "plain_state",
     "problems",
-    "run",
     "task_texts",
     "verdict",
 ]
@@ -134,29 +133,6 @@ def dynamic_quant(scheme: Scheme) -> InputQuant:
     if scheme.inputs.per == "group":
         return "group"
     return "int8-token" if scheme.inputs.is_int else "token"
-
-
-def run(
-    path: Path,
-    parent: State,
-    stages: Sequence[State],
-    exports: Sequence[Exported],
-    windows: Tensor,
-    gate: Mapping[str, Section],
-    cache: Path,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    progress: _measure.Progress | None = None,
-) -> dict[str, Any]:
-    """Lint, measure and judge; write `path` (verdict.json) and return what is in it.
-
-    stages: states between parent and exports, for the table only. windows: held-out token ids (num_windows, length).
-    gate: options by the name of a file of gate/. cache: folder of remembered results. An export with faults is not
-    measured.
-    """
-    faults, sound = inspect_all(exports, gate, cache)
-    measured = measure_all(parent, [*stages, *sound], windows, cache, device, dtype, progress)
-    return verdict(path, measured, exports, faults, gate)
 
 
 def inspect_all(

@@ -18,6 +18,7 @@ from gate.stage import Exported
 from qat.plugins import ROOT
 from qat.sections import Text
 from qat.tokens import windows
+from tests.judging import judge
 
 DEMO = ROOT / "recipes/demo/model"
 
@@ -56,7 +57,7 @@ def found(on_one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> dict
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     text = windows(tokenizer, Text(source=str(ROOT / "recipes/demo/text/evaluation.txt")), 96, 32).windows
     path = folder / "verdict.json"
-    stage.run(path, stage.plain_state("parent", DEMO), [], exports, text, gate, folder / "cache")
+    judge(path, stage.plain_state("parent", DEMO), [], exports, text, gate, folder / "cache")
     return json.loads(path.read_text())
 
 

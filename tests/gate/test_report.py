@@ -20,6 +20,7 @@ from gate import divergence, lint, perplexity, report, stage
 from gate._bootstrap import Sampling
 from gate.report import _charts, _svg, pipelines
 from gate.stage import Exported, table
+from tests.judging import judge
 
 EVIL = '<script src="http://x.invalid/a.js">alert(1)</script>&"\'|`*'
 
@@ -78,7 +79,7 @@ def data(made: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "divergence": divergence.Options(max_kl=1e-6),
         "perplexity": perplexity.Options(max_relative_increase=9),
     }
-    found = stage.run(folder / "verdict.json", parent, [], exports, made.windows, gate, folder / "cache")
+    found = judge(folder / "verdict.json", parent, [], exports, made.windows, gate, folder / "cache")
     for n, state in enumerate(found["states"].values()):
         scores = [float((k + n) % 3 == 0) for k in range(9 + n // 2)]
         state["tasks"] = {EVIL: {"metric": "acc", "score": sum(scores) / len(scores), "scores": scores}}

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from gate import _measure, divergence, lint, perplexity, stage
 from gate._bootstrap import Sampling
 from gate.stage import Exported, table
+from tests.judging import judge
 
 ENGINES = ("vllm",)
 GATE = {
@@ -30,7 +31,7 @@ def run(tiny: SimpleNamespace, exports: list[Exported], gate: Any = GATE) -> dic
     trained = stage.artifact_state("train", tiny.artifact("int4"), config, "2", baseline="RTN", seconds=1.5)
     parent = stage.plain_state("parent", tiny.parent, "0")
     path = tiny.folder / "gate" / "verdict.json"
-    found = stage.run(path, parent, [rtn, trained], exports, tiny.windows, gate, tiny.folder / "cache")
+    found = judge(path, parent, [rtn, trained], exports, tiny.windows, gate, tiny.folder / "cache")
     assert json.loads(path.read_text()) == found
     return found
 
