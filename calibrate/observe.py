@@ -155,11 +155,7 @@ class _Runner:
         needs |= {"histogram"} if static else set()
         self.looks = bool(needs or self.transform_needs or self.prefix or self.scheme.kv_cache)
         self.needs = frozenset(needs | {"second_moment"} if self.looks else needs)  # the table has a use for the latter
-        if "kl_hessian" in needs and self.model.arch.experts:
-            raise ValueError(
-                "calibrate.range: kl does not do mixtures of experts: tokens come to them in another order; "
-                "set it to activation"
-            )
+        coverage.check_range(self.model.arch, self.methods["range"].name)
         if not self.looks:
             return
         asked = ", ".join(sorted(needs | self.transform_needs)) or self.methods["round"].name

@@ -84,6 +84,15 @@ def whole_groups(arch: Arch, num_blocks: int, scheme: Scheme) -> None:
                 )
 
 
+def check_range(arch: Arch, name: str) -> None:
+    """Raise ValueError for a range method that does not do the model."""
+    if arch.experts and "kl_hessian" in plugins.literal("calibrate.range", name, "NEEDS"):
+        raise ValueError(
+            f"calibrate.range: {name} does not do mixtures of experts: tokens come to them in another order; set it to "
+            "activation"
+        )
+
+
 def loads(engine: str, format_name: str, kinds: Collection[str] = ()) -> bool:
     """Whether `engine` loads `format_name` holding `kinds` (of `Scheme.kinds`)."""
     table = plugins.literal("export.engines", engine, "LOADS")

@@ -158,7 +158,7 @@ def make(recipe: Recipe) -> Plan:
 
 def check_scheme(recipe: Recipe, folder: Path) -> None:
     """Raise RecipeError when the scheme of a variant does not fit the model: patterns that name nothing, group sizes,
-    and what the engines of export.engines do not take.
+    a range that does not do the model, and what the engines of export.engines do not take.
 
     Raises ValueError for an architecture that is not known, and for weight files that lack a linear of it.
     """
@@ -176,6 +176,7 @@ def check_scheme(recipe: Recipe, folder: Path) -> None:
     for variant, one in recipe.by_variant:
         try:
             found = coverage.formats(arch, inputs, one.scheme)
+            coverage.check_range(arch, one.calibrate.range.name)
             if set(one.export.formats) - {"dense"}:
                 coverage.whole_groups(arch, config["num_hidden_layers"], one.scheme)
             if one.until not in ("calibrate", "train"):

@@ -195,6 +195,12 @@ def _without_effect(recipe: Recipe) -> Iterator[tuple[tuple[str | int, ...], str
         for dtype in sorted(dtypes - set(plugins.literal(package, chosen, "DTYPES"))):
             able = [name for name in plugins.names(package) if dtypes <= set(plugins.literal(package, name, "DTYPES"))]
             yield ("calibrate", question), f"{chosen} does not do {dtype}; these do: {_listed(able)}"
+    package, chosen = "calibrate.transform", calibrate.transform.name
+    inputs = "plain" if scheme.inputs is None else "quantized"
+    if inputs not in plugins.literal(package, chosen, "INPUTS"):
+        does = _listed(name for name in plugins.names(package) if inputs in plugins.literal(package, name, "INPUTS"))
+        what = f"{chosen} is not for {inputs} inputs (scheme.inputs is {scheme.inputs or 'null'}); these are: {does}"
+        yield ("calibrate", "transform"), what
     yield from _inputs_without_effect(scheme, calibrate.inputs.name)
     for index, kind in ((index, kind) for index, train in enumerate(recipe.trainings) for kind in train.learn):
         why, path = None, ("train", index) if isinstance(recipe.train, list) else ("train",)

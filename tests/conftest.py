@@ -20,7 +20,7 @@ settings.load_profile("repeatable")
 
 DTYPES = "DTYPES = {'int4', 'int8', 'fp8_e4m3'}\n"
 PLUGINS = {
-    "calibrate/transform/none.py": f"VERSION = 1\n{DTYPES}",
+    "calibrate/transform/none.py": f"VERSION = 1\nINPUTS = {{'plain', 'quantized'}}\n{DTYPES}",
     "calibrate/range/activation.py": f"VERSION = 1\nINPUTS: set[str] = set()\n{DTYPES}",
     "calibrate/range/max.py": f"VERSION = 1\nINPUTS = {{'fp8_e4m3'}}\n{DTYPES}",
     "calibrate/range/mse.py": """

@@ -18,12 +18,14 @@ import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import MixtralConfig
 from typer.testing import CliRunner
 
 from qat import manifest, outline, plan, sizes
 from qat.cli import app
 from qat.recipe import RecipeError, load
 from qat.stages import Run
+from tests.test_observe import make as make_model
 
 HIDDEN, INNER, VOCABULARY, BLOCKS = 128, 256, 96, 2
 CONFIG = {"model_type": "llama", "num_hidden_layers": BLOCKS, "vocab_size": VOCABULARY, "hidden_size": HIDDEN}
@@ -244,6 +246,14 @@ def test_what_an_engine_does_not_take_is_said_by_the_plan(
     plan.make(load([*asked, small, "until=train"]))  # nothing is exported
     if inner == INNER:
         plan.make(load([*asked, "scheme.weights.group_size=128"]))
+
+
+def test_a_range_that_does_not_do_experts_is_said_by_the_plan_also_of_a_later_variant(tmp_path: Path) -> None:
+    make_model(tmp_path / "mixtral", MixtralConfig, num_local_experts=2, num_experts_per_tok=1, intermediate_size=64)
+    asked = ["recipe=micro.yaml", f"model.source={tmp_path / 'mixtral'}", f"output={tmp_path / 'runs'}", "until=train"]
+    plan.make(load(asked))
+    with pytest.raises(RecipeError, match=r"variant b: calibrate\.range: kl does not do mixtures of experts"):
+        plan.make(load([*asked, "variants={a: {}, b: {calibrate: {range: kl}}}"]))
 
 
 @pytest.mark.parametrize("count", [None, "2", -1, 10**9, 3])

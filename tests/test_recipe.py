@@ -260,6 +260,9 @@ def test_reading_a_recipe_imports_no_torch() -> None:
     assert done.stdout == "False\n"
 
 
+INT8_BOTH = "{weights: {dtype: int8, per: channel}, inputs: {dtype: int8, per: token, dynamic: true}}"
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [
@@ -274,6 +277,28 @@ def test_what_fp8_has_no_use_for_is_an_error(override: str, line: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load([*good, override])
     assert line in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("transform", "scheme", "line"),
+    [
+        (
+            "awq",
+            INT8_BOTH,
+            "awq is not for quantized inputs (scheme.inputs is int8-token-dynamic); these are: none, sm",
+        ),
+        ("smoothquant", "{weights: {dtype: int8, per: channel}}", "smoothquant is not for plain inputs (scheme.inputs"),
+    ],
+)
+def test_a_transform_that_has_no_use_is_an_error_of_the_recipe(transform: str, scheme: str, line: str) -> None:
+    recipe = ["recipe=micro.yaml", f"scheme={scheme}", "calibrate.range=mse", "train=null"]
+    assert load(recipe).calibrate.transform.name == "none"
+    for arguments in (
+        [*recipe, f"calibrate.transform={transform}"],
+        ["recipe=micro.yaml", f"variants.a={{scheme: {scheme}, train: null, calibrate: {{transform: {transform}}}}}"],
+    ):
+        with pytest.raises(RecipeError, match=re.escape(f"calibrate.transform: {line}")):
+            load(arguments)
 
 
 STATIC = "{weights: {dtype: fp8_e4m3, per: tensor}, inputs: {dtype: fp8_e4m3, per: tensor}}"

@@ -37,6 +37,7 @@ from qat.scheme import Scheme, Section, TensorFormat
 VERSION = 1
 NEEDS = {"mean_abs", "hessian"}
 DTYPES = {"int4", "int8"}
+INPUTS = {"plain"}  # the error of weights only is judged
 FLOOR, TINY = 1e-4, 1e-30
 SAMPLE = 1024  # rows of a weight, at least, that exponents are compared by; 256 were measured to lose the gain
 

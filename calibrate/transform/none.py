@@ -20,6 +20,7 @@ from qat.scheme import Scheme, Section
 VERSION = 1
 NEEDS: set[str] = set()
 DTYPES = {"int4", "int8", "fp8_e4m3"}
+INPUTS = {"plain", "quantized"}
 
 
 class Options(Section):

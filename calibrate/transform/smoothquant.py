@@ -23,6 +23,7 @@ from qat.scheme import Scheme, Section
 VERSION = 1
 NEEDS = {"amax"}
 DTYPES = {"int8", "fp8_e4m3"}
+INPUTS = {"quantized"}  # there is nothing else to win
 
 
 class Options(Section):
