@@ -190,17 +190,21 @@ def _without_effect(recipe: Recipe) -> Iterator[tuple[tuple[str | int, ...], str
     """(path, problem) for methods and learnables that a dtype of the scheme has no use for."""
     scheme, calibrate = recipe.scheme, recipe.calibrate
     dtypes = {fmt.dtype for fmt in scheme.formats}
-    for question in ("transform", "range", "round"):
-        package, chosen = f"calibrate.{question}", getattr(calibrate, question).name
-        for dtype in sorted(dtypes - set(plugins.literal(package, chosen, "DTYPES"))):
-            able = [name for name in plugins.names(package) if dtypes <= set(plugins.literal(package, name, "DTYPES"))]
-            yield ("calibrate", question), f"{chosen} does not do {dtype}; these do: {_listed(able)}"
-    package, chosen = "calibrate.transform", calibrate.transform.name
     inputs = "plain" if scheme.inputs is None else "quantized"
-    if inputs not in plugins.literal(package, chosen, "INPUTS"):
-        does = _listed(name for name in plugins.names(package) if inputs in plugins.literal(package, name, "INPUTS"))
-        what = f"{chosen} is not for {inputs} inputs (scheme.inputs is {scheme.inputs or 'null'}); these are: {does}"
-        yield ("calibrate", "transform"), what
+
+    def able(question: str) -> str:
+        package, names = f"calibrate.{question}", plugins.names(f"calibrate.{question}")
+        names = [name for name in names if dtypes <= set(plugins.literal(package, name, "DTYPES"))]
+        is_transform = question == "transform"
+        return _listed(n for n in names if not is_transform or inputs in plugins.literal(package, n, "INPUTS"))
+
+    for question in ("transform", "range", "round"):
+        chosen = getattr(calibrate, question).name
+        for dtype in sorted(dtypes - set(plugins.literal(f"calibrate.{question}", chosen, "DTYPES"))):
+            yield ("calibrate", question), f"{chosen} does not do {dtype}; these do: {able(question)}"
+    if inputs not in plugins.literal("calibrate.transform", chosen := calibrate.transform.name, "INPUTS"):
+        what = f"{chosen} is not for {inputs} inputs (scheme.inputs is {scheme.inputs or 'null'})"
+        yield ("calibrate", "transform"), f"{what}; these are: {able('transform')}"
     yield from _inputs_without_effect(scheme, calibrate.inputs.name)
     for index, kind in ((index, kind) for index, train in enumerate(recipe.trainings) for kind in train.learn):
         why, path = None, ("train", index) if isinstance(recipe.train, list) else ("train",)

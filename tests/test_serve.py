@@ -94,6 +94,19 @@ def test_tensorrt_llm_is_given_options_that_parse(folder: Path) -> None:
     assert options["kv_cache_config"]["dtype"] == "auto"
 
 
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, ("hf_quant_config.json", "an Ada or Hopper GPU")),
+        ({"quant_method": "compressed-tensors"}, ("found in config.json", "FP8 in blocks needs")),
+        (None, ("# The weights are not quantized; there is no engine to build",)),
+    ],
+)
+def test_the_script_of_tensorrt_llm_says_where_the_quantization_is(quantization: Any, words: tuple[str, ...]) -> None:
+    text = trtllm.launch("tiny", CONFIG | {"quantization_config": quantization})["serve/trtllm.sh"]
+    assert all(word in text for word in words), text
+
+
 def test_the_command_says_what_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no serve/\*\.sh; give .*: runs/NAME/release-KEY/FORMAT, or .*VARIANT/F"):
         command(tmp_path / "bin", None, [])

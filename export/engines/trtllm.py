@@ -64,10 +64,14 @@ NEEDS = {  # of a GPU; NVIDIA's hardware matrix
 def launch(directory_name: str, config: dict[str, Any]) -> dict[str, str]:
     """Files by path that start the server. directory_name: of the checkpoint. config: of the exported directory."""
     quantization = config.get("quantization_config") or {}
-    needs = NEEDS.get(quantization.get("quant_algo", ""), "")
+    found, needs = "The weights are not quantized", ""
+    if quantization:
+        algorithm = quantization.get("quant_algo", "FP8_PB_WO")  # of compressed-tensors only fp8 in blocks is loaded
+        file = "hf_quant_config.json" if "quant_algo" in quantization else "config.json"
+        found, needs = f"The quantization is found in {file}", NEEDS[algorithm]
     script = f"""#!/bin/sh
 # Serve {directory_name} with TensorRT-LLM: OpenAI-compatible API on port 8000. Arguments are passed on (--tp_size 2).
-# The quantization is found in hf_quant_config.json; there is no engine to build. {needs}
+# {found}; there is no engine to build. {needs}
 # CONTEXT=N   longest sequence in tokens; by default what the model was made for ({config["max_position_embeddings"]})
 cd "$(dirname "$0")/.." || exit 1
 exec trtllm-serve . --host 0.0.0.0 --port 8000 --backend pytorch --extra_llm_api_options serve/trtllm.yaml \\
