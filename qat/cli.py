@@ -229,8 +229,11 @@ def lint(
     ],
     tp: Annotated[int, typer.Option(min=1, help="ranks of tensor parallelism")] = 1,
     headers: Annotated[bool, typer.Option("--headers", help="read configs and headers only")] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what an engine would reject, misread or drop in a checkpoint. Exit code 1 when there is anything."""
+    _speak(False, quiet, as_json)
     if not directory.is_dir():
         raise typer.BadParameter(f"{directory} is no folder; give that of a checkpoint, such as a released FORMAT")
     from gate._lint_command import main

@@ -241,7 +241,10 @@ def test_headers_alone_are_read_of_a_large_directory(tmp_path: Path) -> None:
     assert [f.kind for f in lint.check(folder, ["trtllm"], values=False)] == ["engine"]
 
 
-def test_the_command(foreign: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_command(foreign: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TARE_LOG", "TARE_PROGRESS"):  # the command sets them; this brings them back
+        monkeypatch.setenv(name, "")
+
     def said(*words: str) -> tuple[int, str]:
         result = CliRunner().invoke(app, ["lint", *words])
         return result.exit_code, result.output
@@ -252,3 +255,8 @@ def test_the_command(foreign: Callable[[str], Path], tmp_path: Path) -> None:
     assert code == 1 and "trtllm raises NotImplementedError" in text
     code, text = said(str(foreign("AutoAWQ")), "--engine", "vlm")
     assert code == 2 and "did you mean 'vllm'" in text
+    code, text = said(str(foreign("AutoAWQ")), "--engine", "vllm", "--quiet")
+    assert (code, text) == (0, "")
+    code, text = said(str(foreign("AutoAWQ")), "--engine", "trtllm", "--json")
+    (line,) = map(json.loads, text.splitlines())
+    assert code == 1 and line["event"] == "fault" and line["way_out"] == "export modelopt for it"
