@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from gate._examples import strings
@@ -34,10 +35,8 @@ def score(model: Model, tokenizer: Any, tasks: Sequence[str], limit: int | None)
         for index in range(len(model.blocks)):
             model.load_block(index)
         language_model = HFLM(pretrained=model.root, tokenizer=tokenizer, batch_size=BATCH)
-        try:
+        with _explained(tasks):
             found = simple_evaluate(language_model, tasks=list(tasks), limit=limit, log_samples=True, bootstrap_iters=0)
-        except KeyError as error:
-            raise ValueError(f"lm-eval has no task {error}; `lm_eval --tasks list` names those it has") from error
     return {task: _scores(task, samples) for task, samples in found["samples"].items()}
 
 
@@ -46,12 +45,24 @@ def texts(tasks: Sequence[str]) -> Iterator[str]:
     version()
     from lm_eval.tasks import get_task_dict
 
-    try:
+    with _explained(tasks):
         found = get_task_dict(list(tasks))
-    except KeyError as error:
-        raise ValueError(f"lm-eval has no task {error}; `lm_eval --tasks list` names those it has") from error
     for task in _flat(found):
         yield from (" ".join(strings(document)) for document in task.eval_docs)
+
+
+@contextmanager
+def _explained(tasks: Sequence[str]) -> Iterator[None]:
+    """Say in a ValueError what lm-eval and the library it loads data with raise of a task that cannot be had."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"lm-eval has no task {error}; `lm_eval --tasks list` names those it has") from error
+    except (ConnectionError, FileNotFoundError) as error:
+        raise ValueError(
+            f"lm-eval cannot have the data of {', '.join(tasks)}: {error}; fetch it once on a machine with a network "
+            "and bring its HF_HOME, or name files of examples in gate.tasks.offline"
+        ) from error
 
 
 def _flat(found: Mapping[Any, Any]) -> Iterator[Any]:

@@ -54,10 +54,19 @@ def whole(path: Path) -> Iterator[Path]:
         fsync(part)  # else the new name may outlive a power cut, and the bytes may not
         os.replace(part, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a write to an open file does not say where
+        name_place(error, path)
         raise
     finally:
         part.unlink(missing_ok=True)
+
+
+def name_place(error: OSError, path: Path) -> None:
+    """Put a place into an error of the system's that has none, as of a write to an open file.
+
+    One that a library made, without a number, keeps its words.
+    """
+    if error.errno is not None and error.filename is None:
+        error.filename = str(path)
 
 
 def write_json(path: Path, value: Any, allow_nan: bool = True) -> None:

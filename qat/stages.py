@@ -219,7 +219,7 @@ class Run:
             try:
                 metrics = work(partial)
             except OSError as error:
-                error.filename = error.filename or str(partial)  # a write to an open file does not say where
+                manifest.name_place(error, partial)
                 raise
         for torn in partial.rglob("*.part*"):  # of a write that a kill stopped
             torn.unlink()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -52,6 +54,25 @@ def test_a_finished_stage_is_reused(fake_root: Path, capsys: pytest.CaptureFixtu
     assert [stage.path for stage in first] == [stage.path for stage in second]
     assert first[0].metrics == second[0].metrics == {"length": 1}
     assert f"train-{first[1].key}: reused" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.EIO, "Input/output error"), r"\[Errno 5\] Input/output error: '.*/small/gate-\w+\.partial'"),
+        (OSError(errno.EIO, "Input/output error", "a"), r"\[Errno 5\] Input/output error: 'a'"),
+        (ConnectionError("Couldn't reach the hub"), "Couldn't reach the hub"),
+    ],
+)
+def test_an_error_of_the_system_says_where_and_one_of_a_library_what(
+    fake_root: Path, error: OSError, said: str
+) -> None:
+    def work(out: Path) -> dict[str, Any]:
+        raise error
+
+    with pytest.raises(OSError) as caught, Run(load(["recipe=small.yaml"])) as run:
+        run.stage("gate", content={}, parents=[], work=work)
+    assert re.fullmatch(said, str(caught.value))
 
 
 def test_the_manifest_says_what_a_result_depends_on(fake_root: Path) -> None:

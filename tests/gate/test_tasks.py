@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
-from gate import _examples, stage, tasks
+from gate import _examples, _lm_eval, stage, tasks
 from gate._bootstrap import Sampling
 from qat.checkpoint import SafetensorsFolder
 from qat.micro import make_micro
@@ -165,6 +167,26 @@ def test_lm_eval_that_is_not_installed_is_said(micro: Path, monkeypatch: pytest.
         stage.measure_tasks(measured, [state], None, tasks.Options(lm_eval=["arc_easy"]), Path("unused"))
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ConnectionError("Couldn't reach 'a/b' on the Hub"), "lm-eval cannot have the data of x: Couldn't reach 'a/b'"),
+        (FileNotFoundError("Dataset 'a/b' doesn't exist"), "the data of x: Dataset 'a/b' .*or name files of examples"),
+        (KeyError("x"), "lm-eval has no task 'x'"),
+    ],
+)
+def test_a_task_of_lm_eval_that_cannot_be_had_is_said(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def raises(names: list[str]) -> None:
+        raise error
+
+    monkeypatch.setattr(_lm_eval, "version", lambda: "0")
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", SimpleNamespace(get_task_dict=raises))
+    with pytest.raises(ValueError, match=words):
+        list(_lm_eval.texts(["x"]))
+
+
 LM_EVAL_TASK = """
 task: words
 dataset_path: json
@@ -184,7 +206,6 @@ def test_lm_eval_scores_the_same_file_alike(micro: Path, tmp_path: Path, monkeyp
     # the extra `eval`: not among what the tests install
     lm_eval = pytest.importorskip("lm_eval")
     tasks_of = pytest.importorskip("lm_eval.tasks")
-    from gate import _lm_eval
 
     rows = [{**row, "context": row["context"].strip()} for row in choices(24)]
     path = write(tmp_path / "words.jsonl", rows)
