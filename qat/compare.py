@@ -160,7 +160,10 @@ def _parent(runs: dict[str, Ran], choices: Choices, out: Path) -> Parent:
     if choices.parent is not None:
         cache = out / PARENTS
         cache.mkdir(parents=True, exist_ok=True)
-        return open_parent(choices.parent, None, False, cache)
+        try:
+            return open_parent(choices.parent, None, False, cache)
+        except ValueError as error:
+            raise ValueError(str(error).replace("model.source", "--parent", 1)) from error
     (first, ran), *others = runs.items()
     for name, other in others:
         if other.inputs["parent"] != ran.inputs["parent"]:

@@ -184,6 +184,8 @@ def test_checkpoints_alone_need_a_parent_and_a_text(output: Path, tmp_path: Path
     nowhere = run("compare", tmp_path / "copy", "--parent", tmp_path / "no", "--text", "no.txt", *out)
     assert nowhere.exit_code == 2
     assert f"--parent {tmp_path / 'no'} does not exist\n  --text no.txt does not exist\n" in nowhere.output
+    file = run("compare", tmp_path / "copy", "--parent", TEXT, "--text", TEXT, *out)
+    assert file.exit_code == 1 and f"--parent {TEXT} is not a folder with a Hugging Face model" in file.output
     failed = run("compare", tmp_path / "failed", "--parent", parent, "--text", TEXT, *out)
     assert failed.exit_code == 2 and "has no finished stage (status failed)" in failed.output
     done = run("compare", tmp_path / "copy", "--parent", parent, "--text", TEXT, "--sequences", 3, "--length", 20, *out)
