@@ -20,6 +20,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoTokenizer, PretrainedConfig
 
 from qat.arch import Arch, BiasSlots, known
+from qat.coverage import base
 
 SERVED_IN = ("bfloat16", "float16")
 PLUGIN = "vllm_plugin"
@@ -142,7 +143,7 @@ def carrier(
         )
     target, readers = ways[0].target, ways[0].readers
     fields = _fields(arch, target, config)
-    slots_of = [target.bias_slots["vllm" if engine == PLUGIN else engine] for engine in readers]
+    slots_of = [target.bias_slots[base(engine)] for engine in readers]
     declared = [(flag, set(leaves)) for slots in slots_of for flag, leaves in slots.by_flag.items()]
     on = {flag for flag, leaves in declared if fields.get(flag) or leaves & set(biased)}
     always = {leaf for slots in slots_of for leaf in slots.always}
@@ -168,7 +169,7 @@ def _ways(arch: Arch, config: PretrainedConfig, engines: Collection[str]) -> Ite
     # no other reader knows what is written for the plugin
     for readers in (sorted({*engines, READER} - ({READER} if PLUGIN in engines else set())), sorted(set(engines))):
         for target in targets:
-            missing = [engine for engine in readers if engine not in (PLUGIN, *target.bias_slots)]
+            missing = [engine for engine in readers if base(engine) not in target.bias_slots]
             if missing:
                 raise ValueError(
                     f"it is not known which biases {missing[0]} loads for {target.class_name} (known for "
@@ -181,7 +182,7 @@ def _ways(arch: Arch, config: PretrainedConfig, engines: Collection[str]) -> Ite
 def slots_in(arch: Arch, engine: str) -> BiasSlots:
     """The biases that an engine loads; with tare-vllm those of all linears but experts."""
     if engine != PLUGIN:
-        return arch.bias_slots[engine]
+        return arch.bias_slots[base(engine)]
     return BiasSlots(always=tuple(leaf for leaf in arch.linears if f"{arch.experts}." not in leaf))
 
 

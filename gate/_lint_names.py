@@ -8,6 +8,7 @@ from gate._check import Fault
 from gate.readers import Export
 from gate.readers._export import COMP, FLOATS
 from qat.arch import known as known_archs
+from qat.coverage import base
 
 AGAIN = "export again"
 
@@ -123,7 +124,7 @@ def _leaf(export: Export, name: str) -> str:
 
 def _biases(export: Export, linears: list[str], engines: Collection[str]) -> Iterator[Fault]:
     """A bias is stored exactly where every engine loads one."""
-    for engine in sorted({"vllm" if engine == "vllm_plugin" else engine for engine in engines}):
+    for engine in sorted({base(engine) for engine in engines}):
         if engine not in export.arch.bias_slots:
             known = ", ".join(sorted(export.arch.bias_slots))
             what, rule = f"{export.arch.class_name} for {engine}", f"which biases it loads is known of {known}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from gate import _lint_files, _lint_names, _lint_values
 from gate._check import Fault
 from gate.readers import Export, open_export
-from qat import plugins
+from qat import coverage, plugins
 from qat.artifact import Artifact
 from qat.scheme import Section
 
@@ -76,7 +76,7 @@ def _engines(export: Export, engines: Collection[str], tp: int) -> Iterator[Faul
         if export.comp_bias and engine != "vllm_plugin":
             what = f"quant_method tare, with a comp_bias for {', '.join(sorted(export.comp_bias))}"
             yield Fault("engine", "config.json", what, f"only vllm with tare-vllm loads it, not {engine}", "install it")
-    rules = {"vllm" if engine == "vllm_plugin" else engine for engine in engines}
+    rules = {coverage.base(engine) for engine in engines}
     for engine in sorted(rules & set(plugins.names("gate.engines"))):
         yield from plugins.find("gate.engines", engine).check(export, tp)
 

@@ -93,6 +93,11 @@ def check_range(arch: Arch, name: str) -> None:
         )
 
 
+def base(engine: str) -> str:
+    """The engine whose rules and bias slots `engine` has: the BASE that its file states, or itself."""
+    return plugins.stated("export.engines", engine, "BASE") or engine
+
+
 def loads(engine: str, format_name: str, kinds: Collection[str] = ()) -> bool:
     """Whether `engine` loads `format_name` holding `kinds` (of `Scheme.kinds`)."""
     table = plugins.literal("export.engines", engine, "LOADS")

@@ -53,15 +53,15 @@ def literal(package: str, name: str, constant: str) -> Any:
 
     Raises ValueError when the file has none of that name, or one that is not written out.
     """
-    found = _literal(package, name, constant)
+    found = stated(package, name, constant)
     if found is None:
         path, _ = _file(package, name)
         raise ValueError(f"{path} has no {constant}; every plugin in {package.replace('.', '/')} states it")
     return found
 
 
-def _literal(package: str, name: str, constant: str) -> Any:
-    """The same, or None where the file has none of that name."""
+def stated(package: str, name: str, constant: str) -> Any:
+    """A constant of a plugin, read as `literal` does; None where the file has none of that name."""
     path, mtime_ns = _file(package, name)
     for node in _parse(path, mtime_ns).body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -78,7 +78,7 @@ def _literal(package: str, name: str, constant: str) -> Any:
 
 def _also_called(package: str, name: str) -> tuple[str, ...]:
     """What people call a plugin beside its name, for suggestions: `ALSO_CALLED` of its file, if it has that."""
-    return _literal(package, name, "ALSO_CALLED") or ()
+    return stated(package, name, "ALSO_CALLED") or ()
 
 
 def summary(package: str, name: str) -> str:

@@ -77,7 +77,9 @@ def test_a_bias_that_no_class_loads_is_refused() -> None:
     for word in ("self_attn.o_proj of Qwen2ForCausalLM", "vllm", "llama: use_sliding_window is True", "train.learn"):
         assert word in str(error.value)
     assert "q_proj" not in str(error.value)
-    with pytest.raises(ValueError, match=r"which biases other loads for LlamaForCausalLM .*qat/arch"):
+    with pytest.raises(ValueError, match=r"which biases trtllm_legacy loads for Qwen3ForCausalLM .*qat/arch"):
+        carry(config_of("qwen3"), ["trtllm_legacy"], ALL)
+    with pytest.raises(ValueError, match=r"there is no export/engines/other\.py"):
         carry(config_of("llama"), ["other"], ALL)
 
 

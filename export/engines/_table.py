@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from export.carrier import PLUGIN, slots_in
 from qat.arch import Arch, known
+from qat.coverage import base
 
 ENGINES = {"vllm": "vLLM", PLUGIN: "vLLM + tare-vllm", "trtllm": "TensorRT-LLM", "transformers": "transformers"}
 COLUMNS = {
@@ -34,7 +35,7 @@ def table() -> str:
 
 def way(arch: Arch, engine: str, leaf: str) -> str:
     """How the bias of a linear, relative to a block, gets there."""
-    slots = arch.bias_slots["vllm" if engine == PLUGIN else engine]
+    slots = arch.bias_slots[base(engine)]
     if leaf in slots.always:
         return "always"
     flag = next((flag for flag, leaves in slots.by_flag.items() if leaf in leaves), None)

@@ -11,6 +11,7 @@ from qat.coverage import Layer
 
 VERSION = 1
 PROGRAM = "vllm"
+BASE = "vllm"  # whose rules and bias slots it has, beside comp_bias
 LOADS = {
     "awq": {"int4", "int4-asym"},
     "gptq": {"int4", "int8"},

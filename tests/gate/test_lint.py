@@ -271,12 +271,9 @@ def test_what_our_own_writers_write_has_no_faults(tmp_path: Path, family: str, s
         assert open_export(folder).format == form
 
 
-def test_an_engine_that_is_not_known_is_a_fault(tiny: SimpleNamespace) -> None:
-    (fault,) = lint.check(tiny.export("awq", "int4"), ["sglang"])
-    assert str(fault) == (
-        "config.json: LlamaForCausalLM for sglang; which biases it loads is known of transformers, trtllm, "
-        "trtllm_legacy, vllm; choose one of these"
-    )
+def test_an_unknown_engine_is_an_error(tiny: SimpleNamespace) -> None:
+    with pytest.raises(ValueError, match=r"there is no export/engines/sglang\.py \(known: transformers, trtllm"):
+        lint.check(tiny.export("awq", "int4"), ["sglang"])
 
 
 def test_a_fault_reads_as_thing_value_rule_and_way_out(tiny: SimpleNamespace) -> None:
