@@ -18,7 +18,7 @@ from calibrate.range import max as widest
 from calibrate.round import nearest
 from calibrate.rows import at
 from calibrate.task import Batches, BlockTask
-from qat.artifact import block_tensors, save_tensors
+from qat.artifact import block_tensors, save_tensors, transform_file
 from qat.model import Model
 from qat.quant import Quantized, dequantize, to_grid
 from qat.scheme import Scheme, Section, TensorFormat
@@ -241,7 +241,7 @@ class Block:
         """Write the block's file and its rows of the table; returns its mean relative error."""
         self._share_input_scales()
         if self.vectors:
-            save_tensors(self.vectors, out / f"transform-{self.index:05d}.safetensors")
+            save_tensors(self.vectors, out / transform_file(self.index))
         table.write(self.rows, out / f"{stem}-{table.TABLE}")
         table.write(self.times, out / f"{stem}-{table.SECONDS}", table.SECONDS_COLUMNS)
         save_tensors({**self.full, **self.stored}, out / file)

@@ -4,6 +4,7 @@
                                   [A.k_scale A.v_scale]
     rest.safetensors              embeddings, final norm, head
     overlay.safetensors           (after training) scales and biases that replace those of the blocks
+    transform-00000.safetensors   (after a transform) the vectors that tensors of the block were multiplied by
     artifact.json                 scheme, linears and their formats, architecture config
     config.json tokenizer ...     copied from the parent
 
@@ -35,10 +36,15 @@ from qat.scheme import Scheme, TensorFormat
 
 REST, OVERLAY, META = "rest.safetensors", "overlay.safetensors", ARTIFACT
 CACHE_SCALES = (".k_scale", ".v_scale")
+ROWS, COLUMNS = "#out", "#in"  # which side of a weight a transform's vector multiplies; a bias or norm needs no mark
 
 
 def block_file(index: int) -> str:
     return f"block-{index:05d}.safetensors"
+
+
+def transform_file(index: int) -> str:
+    return f"transform-{index:05d}.safetensors"
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -122,6 +128,7 @@ class Artifact:
         self.formats = {name: TensorFormat.model_validate(fmt) for name, fmt in meta["linears"].items()}
         files = [*sorted(p.name for p in path.glob("block-*.safetensors")), REST]
         self._base = SafetensorsFolder(path, files)
+        self._vectors = SafetensorsFolder(path, sorted(p.name for p in path.glob("transform-*.safetensors")))
         self._overlay = SafetensorsFolder(path, [OVERLAY]) if (path / OVERLAY).exists() else None
         over = set(self._overlay.names()) if self._overlay else set()
         self._names = set(self._base.names()) | over
@@ -147,6 +154,18 @@ class Artifact:
 
     def optional(self, name: str) -> Tensor | None:
         return self.raw(name) if name in self._names else None
+
+    def factors(self, linear: str) -> tuple[Tensor, Tensor]:
+        """What a transform multiplied the parent's weight of `linear` by before it was rounded.
+
+        Rows (N, 1), as its bias was but for rounding to 16 bits, and columns (1, K); float32, ones where nothing did.
+        """
+        names = set(self._vectors.names())
+        found = [
+            self._vectors.get(name).float() if (name := f"{linear}.weight{side}") in names else torch.ones(1)
+            for side in (ROWS, COLUMNS)
+        ]
+        return found[0][:, None], found[1][None]
 
     def names(self) -> list[str]:
         """Names as in a plain Hugging Face checkpoint, biases included."""

@@ -217,14 +217,8 @@ def measure(job: Job, model: Model, groups: Sequence[Group], labels: Sequence[st
 def _error(artifact: Artifact, model: Model, name: str) -> Tensor:
     """Stored less full-precision weight (N, K) float32 of a linear, with the factors of a transform taken out."""
     weight = artifact.get(f"{name}.weight")
-    block = int(name.removeprefix(model.arch.blocks + ".").partition(".")[0])
-    file = f"transform-{block:05d}.safetensors"
-    if (artifact.path / file).exists():
-        vectors = SafetensorsFolder(artifact.path, [file])
-        for side, shape in (("#out", (-1, 1)), ("#in", (1, -1))):
-            if f"{name}.weight{side}" in vectors.names():
-                weight = weight / vectors.get(f"{name}.weight{side}").float().view(shape)
-    return weight - model.tensors.get(f"{name}.weight").float()
+    rows, columns = artifact.factors(name)
+    return weight / rows / columns - model.tensors.get(f"{name}.weight").float()
 
 
 def _check_bits(groups: Sequence[Group], bits: float | None) -> None:

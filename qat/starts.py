@@ -45,12 +45,11 @@ def output_units(student: Student, windows: Tensor) -> Tensor:
 def correct_means(student: Student, windows: Tensor, skip_tokens: int) -> None:
     """Let every learned bias start at what takes away its linear's mean error, given the corrected blocks before it.
 
-    The error is that of the weights, (W - W_q) E[x], with x from the student. Raises ValueError when a transform came
-    before the rounding: the parent's weights then are not those that were rounded, and for windows that are too short.
+    The error is that of the weights, (W - W_q) E[x], with x from the student and W as a transform left it. Raises
+    ValueError for windows that are too short.
     """
     if windows.shape[1] <= skip_tokens:
         raise ValueError(f"train.learn.bias.skip_tokens {skip_tokens} leaves nothing of windows of {windows.shape[1]}")
-    _check_untransformed(student, "train.learn.bias.start: mean", "stored")
     part, parents = student.parts["bias"], student.teacher.tensors
     views = part.views(part.start, by_row=True)
     sums: dict[str, Tensor] = {}
@@ -71,10 +70,11 @@ def correct_means(student: Student, windows: Tensor, skip_tokens: int) -> None:
                 outputs = [student.run_block(index, state) for state in states]
             for name, count in counts.items():
                 mean = sums[name] / max(1, count)  # an expert that no token came to has no error to take away
-                parent = parents.get(f"{name}.weight").to(mean.device).float()
-                goal = parent @ mean
+                rows, columns = (factor.to(mean.device) for factor in student.artifact.factors(name))
+                goal = parents.get(f"{name}.weight").to(mean.device).float() @ (mean * columns[0])
                 if f"{name}.bias" in known:
                     goal += parents.get(f"{name}.bias").to(mean.device).float()
+                goal *= rows[:, 0]
                 views[name].copy_(goal - whole(student.linears[name].weight).float() @ mean)
             if counts:
                 student.refresh()
@@ -93,27 +93,15 @@ def norm_factors(student: Student) -> Tensor:
 
 
 def residuals(student: Student) -> Tensor:
-    """Flat, for the part `codes`: how far, in codes within +-0.49, the parent's weight lies from the stored code.
-
-    Raises ValueError when a transform came before the rounding.
-    """
-    _check_untransformed(student, "train.learn.round.start: residual", "stored")
+    """Flat, for the part `codes`: how far, in codes within +-0.49, the weight that was rounded lies from its code."""
     out = []
     for name in student.parts["codes"].shapes:
         q = student.artifact.quantized(name)
-        weight = student.teacher.tensors.get(f"{name}.weight").float().view(*q.scale.shape, -1)
+        rows, columns = student.artifact.factors(name)
+        weight = (student.teacher.tensors.get(f"{name}.weight").float() * columns * rows).view(*q.scale.shape, -1)
         off = weight / q.scale[..., None] - signed_codes(q).view(weight.shape)
         out.append(off.clamp(-0.49, 0.49).flatten().to(student.device))
     return torch.cat(out)
-
-
-def _check_untransformed(student: Student, what: str, otherwise: str) -> None:
-    path = student.artifact.path / "transform.safetensors"
-    if path.exists():
-        raise ValueError(
-            f"{what} compares with the parent's weights, but {path.name} says that they were rescaled before they were "
-            f"rounded; use start: {otherwise}, or calibrate.transform: none"
-        )
 
 
 @contextmanager

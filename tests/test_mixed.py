@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from calibrate import budget, mixed
 from gate.readers import open_export
 from qat import mixed as command
-from qat.arch import arch_of
-from qat.artifact import save_tensors
+from qat.artifact import Artifact, save_tensors
 from qat.checkpoint import SafetensorsFolder
 from qat.groups import Group, overrides, stored_bits
 from qat.model import Model
 from qat.recipe import load
 from qat.scheme import Scheme, TensorFormat
+from tests.artifacts import config_of, make
 
 INT4, INT8 = TensorFormat(dtype="int4", group_size=32), TensorFormat(dtype="int8")
 CHOICES = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40)), min_size=1, max_size=4)
@@ -268,15 +268,13 @@ def test_awq_may_leave_groups_as_they_are(tmp_path: Path) -> None:
 
 def test_factors_of_a_transform_are_taken_out(tmp_path: Path) -> None:
     """A stored weight that is exactly the parent's with rows and columns multiplied has no error."""
-    name = "model.layers.1.mlp.up_proj"
-    weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    vectors = {f"{name}.weight#in": torch.tensor([2.0, 0.5, 4.0, 1.0]), f"{name}.weight#out": torch.full((6,), 8.0)}
+    name, by_row, by_column = "model.layers.1.mlp.up_proj", 8.0, torch.logspace(-2, 2, 64, 2)
+    stored = make(tmp_path, config_of("llama")).get(f"{name}.weight")
+    vectors = {f"{name}.weight#in": by_column, f"{name}.weight#out": torch.full((len(stored),), by_row)}
     save_tensors(vectors, tmp_path / "transform-00001.safetensors")
-    stored = 8 * weight * vectors[f"{name}.weight#in"] + 8 * 0.25
-    artifact: Any = SimpleNamespace(path=tmp_path, get={f"{name}.weight": stored}.__getitem__)
-    model: Any = SimpleNamespace(arch=arch_of(LlamaConfig()), tensors=SimpleNamespace(get=lambda _: weight))
-    expected = 0.25 / vectors[f"{name}.weight#in"].expand(6, 4)
-    torch.testing.assert_close(command._error(artifact, model, name), expected)
+    model: Any = SimpleNamespace(tensors=SimpleNamespace(get=lambda _: (stored - 8 * 0.25) / by_row / by_column))
+    expected = (0.25 / by_column).expand_as(stored)
+    torch.testing.assert_close(command._error(Artifact(tmp_path), model, name), expected)
 
 
 def test_experts_are_named_by_one_pattern() -> None:

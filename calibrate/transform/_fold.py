@@ -25,9 +25,9 @@ from transformers import PretrainedConfig
 
 from calibrate.inputs import InputStats
 from qat.arch import Arch
+from qat.artifact import COLUMNS, ROWS
 from qat.scheme import Scheme, TensorFormat
 
-ROWS, COLUMNS = "#out", "#in"  # which side of a weight a vector multiplies; a bias or norm needs no mark
 FLOAT16_MAX = 65504.0
 
 

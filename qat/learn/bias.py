@@ -16,7 +16,7 @@ from qat.scheme import Section
 if TYPE_CHECKING:
     from torch import Tensor
 
-VERSION = 1
+VERSION = 2  # 2: start: mean knows of a transform before the rounding
 DTYPES = {"int4", "int8", "fp8_e4m3"}
 NEEDS_ZERO = False
 PART, PER = "bias", "value"

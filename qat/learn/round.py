@@ -2,7 +2,7 @@
 
 One float32 number per weight, and two more in AdamW: 12 bytes per weight beside the model, so this is for small models.
 The change is held within one code (GPTQ's codes are not the nearest ones; a wider window forgets them). `start:
-residual` begins where the parent's weight lies between the codes, so that one near the boundary is the first to move.
+residual` begins where the weight that was rounded lies between the codes, so that one near the boundary moves first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qat.scheme import Section
 if TYPE_CHECKING:
     from torch import Tensor
 
-VERSION = 1
+VERSION = 2  # 2: a transform before the rounding is part of the residual
 DTYPES = {"int4", "int8"}
 NEEDS_ZERO = False
 PART, PER = "codes", "value"
