@@ -12,8 +12,8 @@ Rounding, optimizer and reduction over ranks are then a few kernels, whatever th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import ModuleType
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from qat.quant import MIN_SCALE
 
 PARTS = ("bias", "scale", "zero", "codes", "norm")
+INT4 = (0, 15)
 
 
 class OnGrid(torch.autograd.Function):
@@ -77,8 +78,8 @@ class Segment(NamedTuple):
 class Part:
     """All learned tensors of one kind.
 
-    tensors: by name, float32 (rows, columns). learnables: modules of qat/learn by name. bounds: lowest and highest
-    integer of `zero` and `codes`.
+    tensors: by name, float32 (rows, columns). learnables: modules of qat/learn by name. bounds: by name, the lowest and
+    highest integer of `zero` and `codes`; where it has none, those of int4.
     """
 
     def __init__(
@@ -86,13 +87,15 @@ class Part:
         name: str,
         tensors: Mapping[str, Tensor],
         learnables: Mapping[str, ModuleType],
-        bounds: tuple[int, int] = (0, 15),
+        bounds: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> None:
         assert name in PARTS and tensors and learnables
-        self.name, self.learnables, self.bounds = name, dict(sorted(learnables.items())), bounds
+        self.name, self.learnables = name, dict(sorted(learnables.items()))
         # by width, so that a factor per row is applied to a few matrices; then by name: every process has this order
         self.shapes = {n: tensors[n].shape for n in sorted(tensors, key=lambda n: (tensors[n].shape[1], n))}
         self.start = torch.cat([tensors[n].flatten() for n in self.shapes])
+        low, high = zip(*(bounds.get(n, INT4) for n in self.shapes), strict=True)
+        self.low, self.high = self._by_value(low), self._by_value(high)
         self.segments: list[Segment] = []
         for rows, columns in self.shapes.values():
             last = self.segments[-1] if self.segments else Segment(0, 0, slice(0, 0), slice(0, 0))
@@ -107,6 +110,14 @@ class Part:
         self.per_row = all(module.PER == "row" for module in self.learnables.values())
         self.current = self.start.clone()
         self.grad = torch.zeros(self.num_rows if self.per_row else len(self.start), device=self.start.device)
+
+    def _by_value(self, numbers: Sequence[int]) -> Tensor | int:
+        """One number a tensor, as int8 for each value; by itself when all are the same."""
+        if len(set(numbers)) == 1:
+            return numbers[0]
+        parts = zip(numbers, self.shapes.values(), strict=True)
+        flat = [torch.full((rows * columns,), number, dtype=torch.int8) for number, (rows, columns) in parts]
+        return torch.cat(flat).to(self.start.device)
 
     def size_of(self, learnable: str) -> int:
         """How many numbers a learnable of this part has."""
@@ -132,11 +143,10 @@ class Part:
         return self._rounded(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
 
     def _rounded(self, x: Tensor) -> Tensor:
-        low, high = self.bounds
         if self.name == "zero":
-            return ToInteger.apply(x, low, high)
+            return ToInteger.apply(x, self.low, self.high)
         if self.name == "codes":
-            return ToInteger.apply(x, (self.start - 1).clamp_min(low), (self.start + 1).clamp_max(high))
+            return ToInteger.apply(x, (self.start - 1).clamp(min=self.low), (self.start + 1).clamp(max=self.high))
         if self.name == "scale":
             return OnGrid.apply(AtLeast.apply(x, MIN_SCALE))
         return OnGrid.apply(x)

@@ -206,12 +206,13 @@ def _without_effect(recipe: Recipe) -> Iterator[tuple[tuple[str | int, ...], str
         what = f"{chosen} is not for {inputs} inputs (scheme.inputs is {scheme.inputs or 'null'})"
         yield ("calibrate", "transform"), f"{what}; these are: {able('transform')}"
     yield from _inputs_without_effect(scheme, calibrate.inputs.name)
+    symmetric = {fmt.dtype for fmt in scheme.formats if fmt.symmetric}
     for index, kind in ((index, kind) for index, train in enumerate(recipe.trainings) for kind in train.learn):
         why, path = None, ("train", index) if isinstance(recipe.train, list) else ("train",)
         if missing := dtypes - set(plugins.literal("qat.learn", kind, "DTYPES")):
             why = f"{kind} is not there to be learned in {_listed(missing)}"
-        elif plugins.literal("qat.learn", kind, "NEEDS_ZERO") and all(fmt.symmetric for fmt in scheme.formats):
-            why = f"symmetric {_listed(dtypes)} has no zero points"
+        elif symmetric and plugins.literal("qat.learn", kind, "NEEDS_ZERO"):
+            why = f"symmetric {_listed(symmetric)} has no zero points"
         if why:
             own = ".".join(map(str, (*path, "learn", kind)))
             yield (*path, "learn", kind), f"{why}; set {own} to null, or train to null"

@@ -112,12 +112,8 @@ class Student(Model):
 
     def _part(self, name: str, tensors: dict[str, Tensor]) -> Part:
         learnables = {kind: module for kind, module in self.modules.items() if name == module.PART}
-        bits = {self.artifact.formats[linear].bits for linear in tensors} if name == "codes" else {4}
-        if len(bits) > 1:
-            raise ValueError(
-                "train.learn.round takes codes of one width, and the scheme has int4 and int8: leave it out"
-            )
-        return Part(name, tensors, learnables, (0, 15) if bits == {4} else (-128, 127))
+        signed = [linear for linear in tensors if name == "codes" and self.artifact.formats[linear].dtype == "int8"]
+        return Part(name, tensors, learnables, dict.fromkeys(signed, (-128, 127)))
 
     def _connect(self, name: str, part: Part) -> None:
         """Give linears and norms their views of what they use, and of where backward adds."""

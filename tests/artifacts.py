@@ -159,7 +159,7 @@ def _random(rows: int, columns: int, fmt: TensorFormat, scale: Tensor, random: t
         return Quantized(codes, scale.view(1, 1).clone() if fmt.per == "tensor" else own)
     if fmt.dtype == "int8":
         codes = torch.randint(-128, 128, (rows, columns), generator=random, dtype=torch.int8)
-        return Quantized(codes, scale_to_grid(torch.rand(shape, generator=random) * 0.003))
+        return Quantized(codes, scale_to_grid(torch.rand(shape, generator=random) * 0.002 + 0.001))
     codes = torch.randint(0, 16, (rows, columns), generator=random, dtype=torch.uint8)
     zero = torch.randint(0, 16, shape, generator=random, dtype=torch.uint8)
     scales = scale_to_grid(torch.rand(shape, generator=random) * 0.05)

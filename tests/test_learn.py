@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,20 @@ def fits(mix: tuple[str, ...], scheme: str) -> bool:
     return "zero" not in mix or scheme == "int4-asym"
 
 
+ALL_BUT_ZERO = ("bias", "gain", "norm", "round", "scale")
 CASES = [(mix, scheme) for mix in MIXES for scheme in SCHEMES if fits(mix, scheme)]
+CASES += [(mix, scheme) for mix in (("round",), ALL_BUT_ZERO) for scheme in ("int8", "mixed")]
+
+
+def scheme_of(name: str) -> Any:
+    """One of tests/artifacts.py, or int4 with the last linear of each block in int8."""
+    rules = {"weights": {"dtype": "int4", "group_size": 32}, "overrides": {"*.down_proj": {"dtype": "int8"}}}
+    return rules if name == "mixed" else name
+
+
+def ends_of(artifact: Artifact, name: str) -> tuple[int, int]:
+    """Lowest and highest code of a linear."""
+    return (-128, 127) if artifact.formats[name].dtype == "int8" else (0, 15)
 
 
 def stirred(student: Student) -> None:
@@ -64,9 +78,11 @@ def reference_logits(model: Any, student: Student, deltas: dict[str, Tensor]) ->
         q = artifact.quantized(name)
         codes, groups = q.codes.float(), q.scale.shape
         moved = codes + of("round", name, codes.shape)
-        low, high = (codes - 1).clamp_min(0), (codes + 1).clamp_max(15)
+        first, last = ends_of(artifact, name)
+        low, high = (codes - 1).clamp_min(first), (codes + 1).clamp_max(last)
         codes = straight_through(moved, torch.minimum(torch.maximum(moved.round(), low), high))
-        zero = torch.full(groups, 8.0) if q.zero is None else q.zero.float() + of("zero", name, groups)
+        middle = torch.full(groups, 8.0 if first == 0 else 0.0)
+        zero = middle if q.zero is None else q.zero.float() + of("zero", name, groups)
         zero = straight_through(zero, zero.round().clamp(0, 15))
         gain = 1 + of("gain", name, (len(codes), 1))
         scale = grid(q.scale * gain * (1 + of("scale", name, groups)))
@@ -89,7 +105,7 @@ def test_gradients_are_those_of_autograd_through_the_whole_model(
 ) -> None:
     flags = {"attention_bias": True, "mlp_bias": True}
     config = config_of("llama", **(flags if "bias" in mix else {}))
-    artifact = make(tmp_path, config, scheme)
+    artifact = make(tmp_path, config, scheme_of(scheme))
     student = student_of(config, artifact, mix)
     student.begin(IDS)
     stirred(student)
@@ -107,10 +123,11 @@ def test_gradients_are_those_of_autograd_through_the_whole_model(
     for kind in {"round", "zero"} & set(mix):  # beyond their ends, ours stops the gradients that lead out
         part = student.parts[student.modules[kind].PART]
         moved = (part.start + deltas[kind]).detach()
-        low, high = (part.start - 1, part.start + 1) if kind == "round" else (0, 15)
-        inside[kind] = (moved >= torch.clamp(torch.as_tensor(low), min=0)) & (
-            moved <= torch.clamp(torch.as_tensor(high), max=15)
-        )
+        ends = [torch.tensor(ends_of(artifact, n)).expand(math.prod(s), 2) for n, s in part.shapes.items()]
+        low, high = torch.cat(ends).unbind(1)
+        if kind == "round":
+            low, high = torch.maximum(low, part.start - 1), torch.minimum(high, part.start + 1)
+        inside[kind] = (moved >= low) & (moved <= high)
         assert 0.3 < inside[kind].float().mean() < 1
     for kind, p in deltas.items():
         ours, theirs = student.delta[kind].grad[inside[kind]], p.grad[inside[kind]]
@@ -122,7 +139,7 @@ def test_gradients_are_those_of_autograd_through_the_whole_model(
 @pytest.mark.parametrize(("mix", "scheme"), CASES)
 def test_what_is_learned_is_what_is_exported(tmp_path: Path, mix: tuple[str, ...], scheme: str) -> None:
     config = config_of("llama")
-    artifact = make(tmp_path / "start", config, scheme)
+    artifact = make(tmp_path / "start", config, scheme_of(scheme))
     student = student_of(config, artifact, mix)
     with torch.no_grad():
         before = logits(student)

@@ -89,7 +89,9 @@ def test_all_errors_come_at_once_with_their_paths_and_a_suggestion(fake_root: Pa
         (["train.0={steps: 5}"], "train.0: train is one section, not a list; set train={steps: 5}, or train='[...]'"),
         (["train.learn=zeros"], "train.learn.zeros: unknown key, did you mean 'zero'?"),
         (["train.learn={bias: 0}"], "train.learn.bias: input should be greater than 0, got 0"),
-        (["train.learn={bias: null}"], "train.learn: dictionary should have at least 1 item"),
+        (["train.learn={bias: null}"], "train.learn: nothing is learned; name one of qat/learn, or set train to null"),
+        (["train.loss={kl: null}"], "train.loss: there is no loss; name one or more of kl, ce, hidden"),
+        (["train.loss=[kl, ce]"], "train.loss: is one of kl, ce, hidden, or a mapping of them to weights, not ['kl'"),
         (["calibrate.range.grid=0"], "calibrate.range.grid: input should be greater than 0, got 0"),
         (["calibrate.range=[1]"], "calibrate.range: [1] is not the name of a plugin"),
         (["calibrate.round=_helper"], "there is no calibrate/round/_helper.py"),
@@ -325,6 +327,12 @@ def test_a_range_of_inputs_needs_static_inputs() -> None:
         line = "calibrate.inputs: kl, but the scheme has no static inputs and no kv_cache; leave it out"
         with pytest.raises(RecipeError, match=re.escape(line)):
             load(["recipe=micro.yaml", *overrides, "calibrate.inputs=kl"])
+
+
+def test_zero_points_are_learned_of_all_linears_or_none() -> None:
+    half = "scheme.overrides={'*.down_proj': {dtype: int4, group_size: 32, symmetric: false}}"
+    with pytest.raises(RecipeError, match=r"train\.learn\.zero: symmetric int4 has no zero points"):
+        load(["recipe=micro.yaml", half, "train.learn=zero"])
 
 
 def test_percentile_is_for_inputs_only() -> None:
