@@ -112,7 +112,7 @@ class Job:
         text = self.recipe.data.evaluation
         assert text is not None, "the recipe was checked to have evaluation text"
         with of_part("evaluation"):
-            self._check_length(text.length)
+            self._check_length(text.length, "length")
             return self._check_tokens(windows(self.parent.tokenizer, text, text.length, text.sequences, text.seed))
 
     def _training(self, length: int) -> Corpus:
@@ -136,10 +136,10 @@ class Job:
 
     def _clean(self, part: str, text: Text, length: int, *drawn: int) -> Corpus:
         """Windows of a text without what is held out."""
-        with of_part(part):
-            self._check_length(length)
-        ids, overlap = self._tokens(part)
         key = "train.length" if part == "training" else "length"
+        with of_part(part):
+            self._check_length(length, key)
+        ids, overlap = self._tokens(part)
         with of_part(part):
             return replace(self._check_tokens(draw(ids, text, length, *drawn, length_key=key)), overlap=overlap)
 
@@ -167,10 +167,10 @@ class Job:
             report.say(f"{part} text: {sentence(counts)}")
         return ids, counts
 
-    def _check_length(self, length: int) -> None:
+    def _check_length(self, length: int, key: str) -> None:
         longest = getattr(self.parent.config, "max_position_embeddings", None)
         if longest and length > longest:
-            raise ValueError(f"windows of {length} tokens are longer than the model reads ({longest}); shorten length")
+            raise ValueError(f"windows of {length} tokens are longer than the model reads ({longest}); shorten {key}")
 
     def _check_tokens(self, corpus: Corpus) -> Corpus:
         tokenizer, rows = self.parent.tokenizer, self.parent.config.vocab_size

@@ -48,11 +48,14 @@ def rows_of(training: int, batch: int, seed: int, step: int, rank: int, world: i
     return batches(torch.arange(training), batch, seed, step)[rank * rows : (rank + 1) * rows]
 
 
-def check_ranks(batch: int, accelerator: Accelerator) -> None:
-    """Raise ValueError when the batch does not split over the ranks, or the launcher wants to accumulate gradients."""
-    if batch % accelerator.num_processes:
-        world = accelerator.num_processes
-        raise ValueError(f"train.batch {batch} does not split over {world} processes; use a multiple of {world}")
+def check_ranks(batch: int, world: int, where: str = "train") -> None:
+    """Raise ValueError when the batch does not split over the ranks. where: the section of the recipe that has it."""
+    if batch % world:
+        raise ValueError(f"{where}.batch {batch} does not split over {world} processes; use a multiple of {world}")
+
+
+def check_launcher(accelerator: Accelerator) -> None:
+    """Raise ValueError when the launcher wants to accumulate gradients."""
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError("gradient accumulation is set in the launcher; the recipe owns it: use train.micro_batch")
 
@@ -90,8 +93,9 @@ def train(
     pairs), `validation_end`, `ranks`, `ended` (why). Raises FloatingPointError for a non-finite loss and ValueError
     when the batch does not split over the ranks.
     """
-    check_ranks(how.batch, accelerator)
     world, rank = accelerator.num_processes, accelerator.process_index
+    check_ranks(how.batch, world)
+    check_launcher(accelerator)
     rows = how.batch // world
     training, held = split_validation(windows)
     params = student.delta
@@ -145,7 +149,8 @@ def train(
             for kind, p in params.items():
                 p.data.copy_(best[kind])
             student.refresh()
-        history["validation_end"] = validate()
+        # deltas that were kept were measured when they were
+        history["validation_end"] = min(value for _, value in history["validation"]) if best else validate()
     return history
 
 

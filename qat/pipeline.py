@@ -32,12 +32,14 @@ def task_texts(recipe: Recipe) -> Mapping[str, Iterable[str]]:
 
 
 def check(job: Job) -> None:
-    """Raise ValueError for what a late stage would find only then: examples of tasks, packages of trackers."""
+    """Raise ValueError for what a late stage would find only then: examples of tasks, what training cannot do."""
     recipe, parent = job.recipe, job.parent
     for variant, one in recipe.by_variant:
+        slots, _ = trainable_biases(parent.arch, parent.config, one.export.engines)
         for place, train in enumerate(one.trainings if recipe.until != "calibrate" else ()):
-            where = f"train.{place}.trackers" if isinstance(one.train, list) else "train.trackers"
-            training.check_trackers(train.trackers, f"variant {variant}: {where}" if variant else where)
+            where = f"train.{place}" if isinstance(one.train, list) else "train"
+            where = f"variant {variant}: {where}" if variant else where
+            training.check(train, parent.config.vocab_size, slots, job.device, job.run.world_size, where)
     if any(step.kind == "gate" for step in job.steps) and (tasks := (recipe.gate or {}).get("tasks")):
         gate.stage.examples_of(tasks, parent.tokenizer, parent.config)
 

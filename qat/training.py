@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,14 +47,12 @@ def run(
     windows that it did not train on.
     """
     run_folder, cpu = out.parent, device.type == "cpu"
-    check_trackers(train.trackers)
+    check(train, parent.config.vocab_size, slots, device, PartialState(cpu=cpu).num_processes)
     config = ProjectConfiguration(logging_dir=str(run_folder / TRACKERS / out.name.removesuffix(PARTIAL)))
     accelerator = Accelerator(cpu=cpu, mixed_precision="no", log_with=train.trackers or None, project_config=config)
+    loop.check_launcher(accelerator)
     accelerator.init_trackers(run_folder.name, _plain(train))
-    loop.check_ranks(train.batch, accelerator)
     learn: dict[str, Any] = {kind: options for kind, options in train.learn.items() if kind != "bias" or slots}
-    if not learn:
-        raise ValueError("train.learn has only bias, but the engines load none; learn scale too, or set train to null")
     rows = train.batch // accelerator.num_processes
     micro = min(train.micro_batch or rows, rows)
     sharded = accelerator.distributed_type == DistributedType.FSDP
@@ -77,8 +75,6 @@ def run(
         graph = device.type == "cuda" and model.arch.experts is None and not sharded  # whose kernels depend on the data
     elif graph and sharded:
         raise ValueError("train.cuda_graph is true, but weights split over ranks move in every step: set it to false")
-    elif graph and device.type != "cuda":
-        raise ValueError(f"train.cuda_graph is true, but this run computes on {device}: set it to auto or false")
     ends: list[float] = []
     with report.Steps("train", total=train.steps) as steps:
 
@@ -136,15 +132,25 @@ def run(
     return metrics | ({"teacher_tail": teacher.tail} if isinstance(teacher, TopCache) else {})
 
 
-def check_trackers(names: Sequence[str], where: str = "train.trackers") -> None:
-    """Raise ValueError for a tracker whose package is not installed: Accelerate leaves it out without a word.
+def check(
+    train: Train, vocabulary: int, slots: Collection[str], device: torch.device, world: int, where: str = "train"
+) -> None:
+    """Raise ValueError for what cannot be done on this machine, with this model and these engines; needs no artifact.
 
-    where: the key of the recipe that names them.
+    vocabulary: of the model. slots: as `run` takes them. world: processes. where: what the recipe calls the section.
     """
     there = {str(name) for name in get_available_trackers()}
-    for name in names:
+    for name in train.trackers:  # Accelerate leaves one that is not installed out without a word
         if name not in there:
-            raise ValueError(f"{where} {name} is not installed: pip install {name}, or leave it out")
+            raise ValueError(f"{where}.trackers {name} is not installed: pip install {name}, or leave it out")
+    loop.check_ranks(train.batch, world, where)
+    if set(train.learn) == {"bias"} and not slots:
+        why = "has only bias, but the engines of export.engines load none"
+        raise ValueError(f"{where}.learn {why}; learn scale too, or set {where} to null")
+    if isinstance(train.teacher, int) and train.teacher > vocabulary:
+        raise ValueError(f"{where}.teacher {train.teacher} is more than the {vocabulary} tokens there are")
+    if train.cuda_graph is True and device.type != "cuda":
+        raise ValueError(f"{where}.cuda_graph is true, but this run computes on {device}: set it to auto or false")
 
 
 def _plain(train: Train) -> dict[str, Any]:
@@ -170,7 +176,5 @@ def teacher_of(
     numbers, path = torch.cat([*seen, last]), folder / f"{TEACHER}-{rank}-of-{world}"
     if train.teacher == "hidden":
         return HiddenCache(model, corpus.windows, numbers, path, batch)
-    if train.teacher > model.config.vocab_size:
-        raise ValueError(f"train.teacher {train.teacher} is more than the {model.config.vocab_size} tokens there are")
     chunk = tokens_at_once(model.device, model.config.vocab_size)
     return TopCache(model, corpus.windows, numbers, last, path, batch, train.teacher, train.temperature, chunk)

@@ -135,6 +135,19 @@ def test_the_best_validated_deltas_are_kept(bench: Bench, tmp_path: Path) -> Non
     assert values[-1] >= values[-2] == min(values) == pytest.approx(stopped["validation_end"], rel=1e-5)
 
 
+@pytest.mark.parametrize(("more", "times"), [({}, 2), ({"validate_every": 2}, 4), ({"validate_every": 4}, 3)])
+def test_nothing_is_validated_twice(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, int], times: int
+) -> None:
+    """Of six steps: before the first, after each that is asked for and the last; what is kept is not measured again."""
+    values = iter([9.0, 3.0, 2.0, 4.0])
+    monkeypatch.setattr(loop, "evaluate", lambda *_: next(values))
+    history = bench.train(tmp_path, **more)[1]
+    assert len(list(values)) == 4 - times
+    found = [value for _, value in history["validation"]]
+    assert history["validation_end"] == min(found, default=3.0)
+
+
 def same(a: tuple[Student, dict[str, Any]], b: tuple[Student, dict[str, Any]]) -> bool:
     return a[1] == b[1] and all(torch.equal(p, b[0].delta[kind]) for kind, p in a[0].delta.items())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from accelerate.tracking import GeneralTracker
 from accelerate.utils import LoggerType
 from pydantic import ValidationError
 
-from qat import loop, resume, training
+from qat import loop, pipeline, resume, training
 from qat.artifact import Artifact
+from qat.job import Job
+from qat.recipe import load
 from qat.sections import Train
+from qat.stages import Run
 from qat.tokens import Corpus
 from tests.artifacts import ALL
 from tests.bench import LENGTH, RATES, Bench
@@ -70,7 +74,7 @@ def test_a_last_step_that_overflows_is_an_error(bench: Bench, tmp_path: Path) ->
 def test_without_a_slot_only_scales_are_learned(bench: Bench, tmp_path: Path) -> None:
     run_stage(bench, tmp_path / "out", RATES, slots=())
     assert json.loads((tmp_path / "out" / "artifact.json").read_text())["train"]["learned"] == ["scale"]
-    with pytest.raises(ValueError, match="has only bias, but the engines load none"):
+    with pytest.raises(ValueError, match=r"has only bias, but the engines of export\.engines load none"):
         run_stage(bench, tmp_path / "none", {"bias": 1e-3}, slots=())
 
 
@@ -107,6 +111,25 @@ def test_nothing_to_recover_leaves_the_artifact_as_it_was(bench: Bench, tmp_path
 def test_what_cannot_be_done_is_an_error(bench: Bench, tmp_path: Path, more: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         run_stage(bench, tmp_path / "out", RATES, **more)
+
+
+@pytest.mark.parametrize(("overrides", "why"), [
+    (["train.teacher=5000"], "train.teacher 5000 is more than the 257 tokens there are"),
+    (["train.cuda_graph=true"], "train.cuda_graph is true, but this run computes on cpu"),
+    (["train.batch=3"], "train.batch 3 does not split over 2 processes; use a multiple of 2"),
+    (["train=[{learn: scale, steps: 3, length: 32, batch: 2}, {learn: bias, steps: 3, length: 32, batch: 2}]"],
+     "train.1.learn has only bias, but the engines of export.engines load none; learn scale too, or set train.1 to"),
+    (["variants={a: {train: {batch: 5}}}"], "variant a: train.batch 5 does not split over 2 processes"),
+])  # fmt: skip
+def test_what_training_cannot_do_is_said_before_calibration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], why: str
+) -> None:
+    monkeypatch.setattr(pipeline, "trainable_biases", lambda *_: (frozenset(), "none"))
+    recipe = load(["recipe=micro.yaml", f"output={tmp_path}", "compute.device=cpu", *overrides])
+    with Run(recipe, rank=0, world_size=2) as folder:
+        job = Job(folder, pipeline.task_texts)
+        with pytest.raises(ValueError, match=re.escape(why)):
+            pipeline.check(job)
 
 
 @pytest.mark.parametrize(("keys", "path"), [
