@@ -65,7 +65,7 @@ def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
             dtype=job.dtype,
             activation_bytes=int(recipe.compute.activation_gb * 2**30),
             seed=recipe.data.calibration.seed,
-            progress=lambda done, total, error: steps.advance(f"error {error:.4f}", by=done - steps.done),
+            progress=lambda done, total, error: steps.at(done, f"error {error:.4f}"),
         )
     return metrics | {"overlap": job.calibration.overlap}
 

@@ -17,7 +17,6 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -142,17 +141,19 @@ def duration(seconds: float) -> str:
 
 
 class Steps:
-    """Progress through `total` steps of `what`, of which `done` were finished in an earlier sitting.
+    """Progress through `total` steps of `what`.
 
     with Steps("train", total=200) as steps:
         steps.advance(f"kl {kl:.4f}")
     """
 
-    def __init__(self, what: str, total: int, unit: str = "step", done: int = 0) -> None:
-        self.what, self.total, self.unit, self.first, self.done = what, total, unit, done, done
+    def __init__(self, what: str, total: int, unit: str = "step") -> None:
+        self.what, self.total, self.unit, self.done = what, total, unit, 0
+        self.first = 0  # steps that an earlier sitting had done
         self.shown = is_main() and os.environ.get("TARE_PROGRESS", "1") != "0"
         self._bar: Progress | None = None
         self._reached: dict[str, int] = {}
+        self._told = False
 
     def __enter__(self) -> Steps:
         self.start = self.said = monotonic()
@@ -170,6 +171,7 @@ class Steps:
 
     def advance(self, info: str = "", by: int = 1) -> None:
         """`by` more steps are done; `info` stands beside the count."""
+        self._told = True
         self.done += by
         if self._bar:
             self._bar.update(self._task, completed=self.done, info=info)
@@ -184,6 +186,12 @@ class Steps:
                 return
             say(f"{self.what}  {self.unit} {self.done}/{self.total}  {info}  eta {duration(self.eta(now))}")
 
+    def at(self, done: int, info: str = "") -> None:
+        """`done` steps are done, those of an earlier sitting included: all before the first that is told here."""
+        if not self._told:
+            self.first = self.done = done - 1
+        self.advance(info, by=done - self.done)
+
     def reach(self, info: str, done: int, of: int) -> None:
         """`done` of the `of` steps that belong to `info` are done, those told before included."""
         assert done <= of
@@ -193,18 +201,3 @@ class Steps:
     def eta(self, now: float) -> float:
         """Seconds left, at the mean rate of this sitting."""
         return (now - self.start) / max(self.done - self.first, 1) * (self.total - self.done)
-
-
-class Metrics:
-    """Numbers of a stage, one JSON object a line. Opened again it goes on after `keep` lines, those before a resume."""
-
-    def __init__(self, path: Path, keep: int = 0) -> None:
-        self.path = path
-        if is_main():
-            kept = path.read_text(encoding="utf-8").splitlines()[:keep] if path.exists() else []
-            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-
-    def write(self, **numbers: Any) -> None:
-        if is_main():
-            with self.path.open("a", encoding="utf-8") as f:
-                f.write(json.dumps(numbers) + "\n")

@@ -80,7 +80,7 @@ def run(
 
         def progress(done: int, numbers: dict[str, float]) -> None:
             ends.append(time.perf_counter())
-            steps.advance(f"loss {numbers['loss']:.4f}", by=done - steps.done)
+            steps.at(done, f"loss {numbers['loss']:.4f}")
             accelerator.log(numbers, done)
 
         history = loop.train(

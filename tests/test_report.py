@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -23,9 +22,9 @@ class Clock:
 
 def progress(monkeypatch: pytest.MonkeyPatch, seconds_a_step: float, done: int = 0) -> None:
     monkeypatch.setattr(report, "monotonic", Clock(seconds_a_step))
-    with report.Steps("calibrate", total=28, unit="block", done=done) as steps:
-        for _ in range(28 - done):
-            steps.advance("err 0.0031")
+    with report.Steps("calibrate", total=28, unit="block") as steps:
+        for block in range(done, 28):
+            steps.at(block + 1, "err 0.0031")
 
 
 def test_progress_is_a_line_every_ten_seconds(
@@ -46,7 +45,7 @@ def test_a_resumed_stage_estimates_from_this_sitting(
 
 
 def test_short_work_and_other_ranks_say_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     progress(monkeypatch, 0.01)
     monkeypatch.setenv("TARE_PROGRESS", "0")
@@ -57,8 +56,7 @@ def test_short_work_and_other_ranks_say_nothing(
     report.heading("x")
     report.complain("x")
     report.table("x", ["x"], [[1]])
-    report.Metrics(tmp_path / "metrics.jsonl").write(step=1)
-    assert capsys.readouterr() == ("", "") and not list(tmp_path.iterdir())
+    assert capsys.readouterr() == ("", "")
 
 
 def test_markup_in_a_text_is_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,15 +66,6 @@ def test_markup_in_a_text_is_text(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert "tensor [bold]x[/bold]" in out and len(out.splitlines()[0]) > 300
     assert "[red]" in out and "0.1235" in out and err == "data.[key]: wrong\n"
-
-
-def test_metrics_go_on_where_a_resume_begins(tmp_path: Path) -> None:
-    first = report.Metrics(tmp_path / "m.jsonl")
-    for step in range(5):
-        first.write(step=step, kl=0.5)
-    report.Metrics(tmp_path / "m.jsonl", keep=3).write(step=3, kl=0.4)
-    rows = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2, 3] and rows[-1]["kl"] == 0.4
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0s"), (89, "89s"), (120, "2m"), (3900, "1h05m"), (3599, "1h00m")])

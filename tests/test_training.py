@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import tracking
+from accelerate import Accelerator, tracking
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import LoggerType
 from pydantic import ValidationError
 
-from qat import loop, pipeline, resume, training
+from qat import loop, pipeline, report, resume, training
 from qat.artifact import Artifact
 from qat.job import Job
 from qat.recipe import load
@@ -36,7 +36,7 @@ def run_stage(
 ) -> dict[str, Any]:
     corpus = Corpus(bench.windows, "print", "text.txt")
     train = Train(learn=learn, steps=steps, batch=4, length=LENGTH, **more)
-    out.mkdir()
+    out.mkdir(exist_ok=True)
     return training.run(bench.parent, bench.start, corpus, train, slots, out, torch.device("cpu"), torch.float32)
 
 
@@ -69,6 +69,25 @@ def test_a_last_step_that_overflows_is_an_error(bench: Bench, tmp_path: Path) ->
     with pytest.raises((ValueError, FloatingPointError)):
         run_stage(bench, tmp_path / "out", {"bias": 1e30}, steps=1)
     assert not (tmp_path / "out" / "artifact.json").exists()
+
+
+def test_progress_counts_from_where_a_killed_training_goes_on(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the time left would be that of steps which took none of this sitting's."""
+    shown, plain, log = [], report.Steps, Accelerator.log
+    monkeypatch.setattr(report, "Steps", lambda *args, **more: shown.append(plain(*args, **more)) or shown[-1])
+
+    def killed(self: Any, numbers: Any, step: int) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Accelerator, "log", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_stage(bench, tmp_path / "out", RATES, save_every=1)
+    monkeypatch.setattr(Accelerator, "log", log)
+    run_stage(bench, tmp_path / "out", RATES, save_every=1)
+    assert [(steps.first, steps.done) for steps in shown] == [(0, 3), (2, 4)]
 
 
 def test_without_a_slot_only_scales_are_learned(bench: Bench, tmp_path: Path) -> None:
