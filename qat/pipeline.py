@@ -67,6 +67,8 @@ def calibrate_(job: Job, index: int, out: Path) -> dict[str, Any]:
             seed=recipe.data.calibration.seed,
             progress=lambda done, total, error: steps.at(done, f"error {error:.4f}"),
         )
+    if rare := metrics.get("without_statistics"):
+        report.say(f"{job.steps[index].label}: {results.without_statistics(rare)}")
     return metrics | {"overlap": job.calibration.overlap}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,13 @@ import yaml
 
 import gate.report
 import gate.report.pipelines
+from calibrate.block import FEW_TOKENS
 from qat import __version__, overlap
 from qat.job import Job
 from qat.stages import kind
 
 TEXT_OF = {"calibrate": "calibration", "train": "training"}
+NAMED = 6  # linears that a sentence names
 KEPT = ("name", "variant", "key", "reused", "seconds", "peak_rss_gb", "peak_gpu_gb")
 
 
@@ -46,6 +48,8 @@ def data(job: Job, verdict: dict[str, Any] | None, status: str) -> dict[str, Any
             said["facts"] += [line] if line not in said["facts"] else []  # variants and stages share texts
         if step.kind == "train":
             said["facts"].append([step.label, trained(stage.metrics)])
+        if rare := stage.metrics.get("without_statistics"):
+            said["facts"].append([step.label, without_statistics(rare)])
     lines = job.run.summary()["stages"]
     said["stages"] = [{key: line[key] for key in KEPT} for line in lines]
     said["recipe"] = yaml.safe_dump(job.recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
@@ -67,6 +71,12 @@ def trained(metrics: dict[str, Any]) -> str:
     steps, start, end = len(metrics["loss"]), metrics["kl_start"], metrics["kl_end"]
     said = f"{steps} steps; KL on held-out windows of the training text from {start:.5f} to {end:.5f}"
     return said + (f"; ended early: {metrics['ended']}" if metrics["ended"] else "")
+
+
+def without_statistics(names: Sequence[str]) -> str:
+    """What calibration did to linears that too few tokens came to."""
+    named = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more (layers.csv)" if len(names) > NAMED else "")
+    return f"fewer than {FEW_TOKENS} tokens came to {named}: rounded to nearest at the widest range"
 
 
 def facts(

@@ -9,7 +9,8 @@
     spread                state -> {quantiles, edges, counts} of the KL of single tokens, or null
     worst                 state -> [{kl, nll, parent_nll, window, position, context, next, top, parent_top}] with text
     pairs                 of a comparison: KL of each state less that of the best one, {state, best, value, low, high}
-    layers                variant -> {before, after (columns of layers.csv), output, rows: [{layer, before, after}]}
+    layers                variant -> {before, after (columns of layers.csv), output, rows: [{layer, what was done to it,
+                          its error after each step, seconds}]}
     training              variant -> loss of each step
     stages                [{name, variant, key, reused, seconds, peak_rss_gb, peak_gpu_gb}]
     recipe                YAML text, or null
@@ -49,6 +50,12 @@ TABLES = (  # key of the data, heading, columns, how to read it
     ),
 )  # fmt: skip
 WORST = 3  # positions shown of each state
+LAYER = (  # of a row of `layers`: key, heading, format
+    ("layer", "linear", ""), ("format", "format", ""), ("range", "range", ""), ("round", "round", ""),
+    ("treatment", "instead", ""), ("before", "nearest", ".3g"), ("transformed", "transform, nearest", ".3g"),
+    ("ranged", "and range", ".3g"), ("after", "and round", ".3g"), ("seconds", "seconds", ".2f"),
+)  # fmt: skip
+MOST_LAYERS = 1000  # rows of the table of a page; mixtures of experts have tens of thousands
 
 
 def empty(title: str) -> dict[str, Any]:
@@ -73,6 +80,8 @@ def write(folder: Path, name: str, data: Mapping[str, Any]) -> Path:
         columns=_columns(data["table"]),
         tables=[(key, *words) for key, *words in TABLES if data[key]],
         json_name=f"{name}.json",
+        layer_tables=[(label, found["rows"][:MOST_LAYERS], found) for label, found in data["layers"].items()],
+        layer_columns=LAYER,
     )
     path = folder / f"{name}.html"
     path.write_text(page, encoding="utf-8")
@@ -137,11 +146,24 @@ def _readable(one: Mapping[str, Any], decode: Callable[[list[int]], str]) -> dic
 
 
 def layers(path: Path) -> dict[str, Any] | None:
-    """What a report shows of a layers.csv; None when it has no errors to show."""
-    with path.open(newline="", encoding="utf-8") as f:
-        rows = list(csv.DictReader(f))
+    """What a report shows of a layers.csv and the seconds.csv beside it; None when it has no errors to show."""
+    rows, times = _rows_of(path), _rows_of(path.with_name("seconds.csv"))
+    seconds = {row["layer"]: float(row["range"]) + float(row["round"]) for row in times}
     for before, after, output in ERRORS:
         if rows and all(row.get(before) and row.get(after) for row in rows):
-            listed = [{"layer": row["layer"], "before": float(row[before]), "after": float(row[after])} for row in rows]
+            steps = {"before": before, "transformed": f"{after}_rtn", "ranged": f"{after}_range", "after": after}
+            listed = [
+                {key: row.get(key, "") for key in ("layer", "format", "range", "round", "treatment")}
+                | {step: float(row[column]) if row.get(column) else None for step, column in steps.items()}
+                | {"seconds": seconds.get(row["layer"])}
+                for row in rows
+            ]
             return {"before": before, "after": after, "output": output, "rows": listed}
     return None
+
+
+def _rows_of(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as f:
+        return list(csv.DictReader(f))

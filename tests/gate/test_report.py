@@ -90,8 +90,10 @@ def data(made: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     said |= report.measured(found["states"], found["exports"], lambda ids: f"{EVIL}{ids[:3]}\n")
     said["pairs"] = report.pairs(found["states"], sampling)
     said["training"] = {"int4": [0.4 / (n + 1) for n in range(20)]}
-    rows = [{"layer": f"l{n}", "before": 0.02 + n / 1000, "after": 0.01 + n / 2000} for n in range(14)]
-    said["layers"] = {"a/b": {"before": "error_rtn", "after": "error", "output": False, "rows": rows}}
+    lines = [f"l{n},{EVIL},max,nearest,{0.02 + n / 1000},,{0.01 + n / 2000}" for n in range(14)]
+    (folder / "layers.csv").write_text("\n".join(["layer,treatment,range,round,error_rtn,error_range,error", *lines]))
+    (folder / "seconds.csv").write_text("layer,range,round\nl3,1.25,0.5\n")
+    said["layers"] = {"a/b": report.layers(folder / "layers.csv")}
     said["stages"] = [
         {"name": "calibrate", "variant": EVIL, "key": "abc", "reused": False, "seconds": 1.25, "peak_rss_gb": 0.5,
          "peak_gpu_gb": None}
@@ -140,6 +142,15 @@ def test_texts_are_escaped_and_nothing_is_fetched(data: dict[str, Any]) -> None:
     styles = text[: text.index("</style>")]
     for rule in ("prefers-color-scheme: dark", "@media print", 'name="viewport"'):
         assert rule in styles
+
+
+def test_every_linear_has_a_row(data: dict[str, Any]) -> None:
+    path = report.write(data["folder"], "report", data["report"])
+    shown = {attrs["data-path"] for attrs, _ in Page(path.read_text(encoding="utf-8")).numbers}
+    for n in range(14):
+        assert {f"/layers/a~1b/rows/{n}/{key}" for key in ("before", "after")} <= shown
+    assert "/layers/a~1b/rows/3/seconds" in shown and not any(str(one).endswith("/ranged") for one in shown)
+    assert at(data["report"], "/layers/a~1b/rows/3/seconds") == 1.75
 
 
 def test_a_page_without_a_gate(tmp_path: Path) -> None:
@@ -237,6 +248,7 @@ def test_layers_take_the_best_pair_of_columns_that_is_there(tmp_path: Path) -> N
     assert [row["after"] for row in found["rows"]] == [0.1, 0.05]
     path.write_text("layer,error_rtn,error,weighted_error_plain,weighted_error\na,.4,.3,,\n")
     found = report.layers(path)
-    assert found is not None and found["rows"] == [{"layer": "a", "before": 0.4, "after": 0.3}]
+    assert found is not None and not found["output"] and found["rows"][0]["after"] == 0.3
+    assert found["rows"][0]["ranged"] is None and found["rows"][0]["seconds"] is None
     path.write_text("layer,format\na,int4\n")
     assert report.layers(path) is None
