@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import psutil
 import yaml
 
-from qat import coverage, manifest, outline, report, serving, sizes
+from qat import coverage, manifest, outline, plugins, report, serving, sizes
 from qat.arch import arch_of, known
 from qat.index import model_files
 from qat.outline import Step
@@ -48,13 +48,15 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
     largest where overrides mix), a bytes per number while computing (4 for float32), h hidden size, V vocabulary, T
     tokens in all, m = micro_batch x length, P = N + V h multiplied weights:
 
-    disk    calibrate  N c + 5 N / g + 2 R                    train   16 N / g: scales and their optimizer state
+    disk    calibrate  N c + 5 N / g + 2 R
+            train      16 N / g: scales and their optimizer state; half of BYTES_PER_WEIGHT of what is learned
             export     N c + 2.5 N / g + 2 R, dense 2 (N + R), dense not of symmetric int4 4 (N + R)
             gate       T h a, the parent's last hidden states, kept when they are at most 4 GB      release 0: links
     memory  0.6 GB for the process, and
             calibrate  the largest block and R at a, hidden states T h a for one or two streams (what is over
                        compute.activation_gb goes to disk)
-            train      both models: a (2 N + R) + N; block inputs (blocks + 8) m h a; four logits 4 m V
+            train      both models: a (2 N + R) + N; block inputs (blocks + 8) m h a; four logits 4 m V;
+                       BYTES_PER_WEIGHT of what is learned
             export     the largest block at 4, R at 2        gate    the largest block and R at a, 0.25 GB, two logits
     time    calibrate 6 N T, train 10 P T (teacher, forward, recomputed forward, backward), gate 2 P T (1 + formats),
             at `rate` operations a second; hashing and writing 0.3 GB a second
@@ -73,8 +75,11 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
     if step.kind == "train":
         train = recipe.trainings[step.turn]
         m = (train.micro_batch or train.batch) * train.length
-        memory = a * (2 * linear + rest) + linear + (blocks + 8) * m * model.hidden * a + 16 * m * model.vocabulary
-        return _needs(16 * linear / group, memory, 10 * model.matmul * train.steps * train.batch * train.length, rate)
+        learned = sum(plugins.stated("qat.learn", kind, "BYTES_PER_WEIGHT") or 0 for kind in train.learn)
+        memory = a * (2 * linear + rest) + (1 + learned) * linear
+        memory += (blocks + 8) * m * model.hidden * a + 16 * m * model.vocabulary
+        disk = 16 * linear / group + learned * linear / 2
+        return _needs(disk, memory, 10 * model.matmul * train.steps * train.batch * train.length, rate)
     if step.name == "export":
         disk = linear * code + 2.5 * linear / group + 2 * rest
         if step.format == "dense":

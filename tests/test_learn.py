@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qat import plugins
 from qat.artifact import Artifact, derive
+from qat.learn import round as learn_round
 from qat.model import Model
 from qat.quant import signed_codes
 from qat.student import Student, run_blocks
@@ -224,6 +226,35 @@ def test_only_what_needs_it_forms_a_gradient_of_the_weight(tmp_path: Path, mix: 
     # of a fused attention the counter counts 2.5 times the forward for backward, of an unfused one twice
     assert 0 <= backward_of_attention <= 2.5 * attention
     assert qkv > 2.5 * attention or linears > 10 * attention  # so that a missing or extra product would show
+
+
+def bytes_held() -> int:
+    """Of all tensors that are alive."""
+    gc.collect()
+    # by type: asking some other objects for their class makes them import things
+    alive = [one for one in gc.get_objects() if type(one) in (Tensor, torch.nn.Parameter)]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in alive}
+    return sum(storages.values())
+
+
+def test_codes_take_the_memory_that_plan_counts(tmp_path: Path) -> None:
+    config = config_of("llama")
+    artifact = make(tmp_path, config)
+    weights = sum(artifact.quantized(name).codes.numel() for name in artifact.formats)
+    held = []
+    for mix in (("scale",), ("round", "scale")):
+        before = bytes_held()
+        student = student_of(config, artifact, mix)
+        optimizer = torch.optim.AdamW(student.delta.values())
+        with student.ends():
+            student.zero_grad()
+            student.logits(run_blocks(student, IDS)).square().mean().backward()
+            student.pull()
+        optimizer.step()
+        student.refresh()
+        held.append(bytes_held() - before)
+        del student, optimizer
+    assert 0.9 < (held[1] - held[0]) / weights / learn_round.BYTES_PER_WEIGHT < 1
 
 
 @pytest.mark.parametrize("blocks", [1, 2])

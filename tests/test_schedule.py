@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from qat import plan, results, training
+from qat import plan, results, sizes, training
 from qat.artifact import Artifact
 from qat.plugins import ROOT
 from qat.recipe import Recipe, RecipeError, load
@@ -118,6 +118,16 @@ def test_needs_of_each_stage_are_its_own() -> None:
     rows = {row.step.label: row for row in plan.make(load(["recipe=demo.yaml", "variants={}", BOTH])).rows}
     first, second = rows["train-1"].needs, rows["train-2"].needs
     assert first and second and first.seconds > second.seconds
+
+
+def test_learning_codes_needs_memory_for_each_weight() -> None:
+    plain, codes = (
+        plan.make(load(["recipe=demo.yaml", "variants={}", f"train.learn={kind}"])).rows[1].needs
+        for kind in ("scale", "round")
+    )
+    weights = sizes.of_folder(ROOT / "recipes/demo/model").linear
+    assert plain and codes and (codes.memory_gb - plain.memory_gb) * plan.GB >= 33 * weights
+    assert codes.disk_gb * plan.GB > 16 * weights  # the codes and two moments, and the best so far
 
 
 def test_a_list_of_stages_in_a_recipe() -> None:

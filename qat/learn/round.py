@@ -1,6 +1,7 @@
 """Which code: the stored one or a neighbour, learned end to end; the gradient passes straight through the rounding.
 
-One float32 number per weight, and two more in AdamW: 12 bytes per weight beside the model, so this is for small models.
+A float32 number per weight, its gradient and two moments, and the codes before and after: 35 bytes per weight beside
+the model, so this is for small models.
 The change is held within one code (GPTQ's codes are not the nearest ones; a wider window forgets them). `start:
 residual` begins where the weight that was rounded lies between the codes, so that one near the boundary moves first.
 """
@@ -20,6 +21,7 @@ VERSION = 2  # 2: a transform before the rounding is part of the residual
 DTYPES = {"int4", "int8"}
 NEEDS_ZERO = False
 PART, PER = "codes", "value"
+BYTES_PER_WEIGHT = 35
 
 
 class Options(Section):
