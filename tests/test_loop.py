@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,6 +182,50 @@ def test_six_steps_are_three_and_three_more(bench: Bench, tmp_path: Path, save_e
     assert same(undisturbed, resumed)
     resume.clear_state(tmp_path / "b")
     assert list((tmp_path / "b").iterdir()) == []
+
+
+def on_ranks(bench: Bench, folder: Path, world: int, **how: Any) -> tuple[Student, dict[str, Any]]:
+    """What rank 0 ends with when `world` threads of this process are the ranks."""
+    met, said = threading.Barrier(world, timeout=60), dict[int, torch.Tensor]()
+
+    def rank(index: int) -> Any:
+        def reduce(flat: torch.Tensor, reduction: str) -> torch.Tensor:
+            said[index] = flat
+            met.wait()
+            mean = torch.stack([said[one] for one in range(world)]).mean(0)
+            met.wait()
+            return mean
+
+        return SimpleNamespace(
+            num_processes=world,
+            process_index=index,
+            gradient_accumulation_steps=1,
+            is_main_process=index == 0,
+            reduce=reduce,
+        )
+
+    folder.mkdir(exist_ok=True)
+    with ThreadPoolExecutor(world) as pool:
+        ends = [pool.submit(bench.train, folder, rank(index), **how) for index in range(world)]
+        return next(end.result() for end in ends)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 2), (2, 1), (4, 2)])
+def test_a_run_goes_on_with_any_number_of_ranks(bench: Bench, tmp_path: Path, before: int, after: int) -> None:
+    """With as many as before to the bit; else up to the last bits of sums, which are in another order."""
+    how = MIXES["every"]
+    with pytest.raises(Killed):
+        on_ranks(bench, tmp_path / "a", before, progress=killed_after(3), **how)
+    done: list[int] = []
+    resumed = on_ranks(bench, tmp_path / "a", after, progress=lambda step, _: done.append(step), **how)
+    assert sorted(done) == sorted([4, 5, 6] * after)
+    if before == after:
+        assert same(on_ranks(bench, tmp_path / "b", before, **how), resumed)
+    alone = bench.train(tmp_path / "c", **how)
+    for key in ("loss", "validation_start", "validation_end"):
+        assert resumed[1][key] == pytest.approx(alone[1][key], rel=2e-3), key
+    for kind, p in alone[0].delta.items():
+        assert (resumed[0].delta[kind] - p).norm() < 0.05 * p.norm(), kind
 
 
 FILES = ("history.part", "tensors.part", "tensors", "history")
