@@ -148,9 +148,7 @@ class _Runner:
     def prepare(self) -> None:
         """Everything that can be refused without reading a weight."""
         self.formats = coverage.formats(self.model.arch, self.model.in_features, self.scheme)
-        check.methods(
-            self.formats, self.scheme.inputs, {question: (m.name, m.module) for question, m in self.methods.items()}
-        )
+        check.methods(self.formats, {question: (m.name, m.module) for question, m in self.methods.items()})
         static = self.scheme.inputs is not None and not self.scheme.inputs.dynamic
         self.transform_needs = frozenset(self.methods["transform"].module.NEEDS)
         needs = set(self.methods["range"].module.NEEDS) | set(self.methods["round"].module.NEEDS)

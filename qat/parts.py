@@ -19,18 +19,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qat.quant import MIN_SCALE
+from qat.quant import MIN_SCALE, on_grid
 
 PARTS = ("bias", "scale", "zero", "codes", "norm")
 INT4 = (0, 15)
 
 
 class OnGrid(torch.autograd.Function):
-    """`quant.to_grid` without its check (which would stall a GPU at every step); the gradient passes unchanged."""
+    """`quant.on_grid`; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.bfloat16().half().float()
+        return on_grid(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

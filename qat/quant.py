@@ -7,9 +7,9 @@ A weight W (rows = output channels N, columns = inputs K) in groups of g inputs 
     fp8:   W[n, k] = codes[n, k] * scale[n or 0, 0]                         codes are float8 E4M3, |code| <= 448
            in blocks: scale[n // 128, k // 128], the last block of a row or column may be smaller
 
-INT4 and INT8 scales and every bias lie on the grid `x.bfloat16().half().float()`, scales at least 2^-14: such a value
-is exact in bfloat16 and in float16, so the same bytes serve both. An int4 code times a scale then has at most 11
-significant bits when symmetric: the dequantized weight is exact in float16. Scales of fp8 are any float32.
+INT4 and INT8 scales and every bias lie on the grid of `on_grid`, scales at least 2^-14: such a value is exact in
+bfloat16 and in float16, so the same bytes serve both. An int4 code times a scale then has at most 11 significant bits
+when symmetric: the dequantized weight is exact in float16. Scales of fp8 are any float32.
 """
 
 from __future__ import annotations
@@ -41,9 +41,17 @@ class Quantized(NamedTuple):
     zero: Tensor | None = None
 
 
+def on_grid(x: Tensor) -> Tensor:
+    """The nearest float32 values on the grid that bfloat16 and float16 share; infinite past the float16 range.
+
+    Does not look at the values, for which a GPU would have to wait.
+    """
+    return x.bfloat16().half().float()
+
+
 def to_grid(x: Tensor) -> Tensor:
-    """Round float32 values to the grid that bfloat16 and float16 share. Raises ValueError past the float16 range."""
-    y = x.bfloat16().half().float()
+    """`on_grid`. Raises ValueError past the float16 range."""
+    y = on_grid(x)
     if not torch.isfinite(y).all():
         worst = x.abs().nan_to_num(nan=torch.inf).max().item()
         raise ValueError(

@@ -29,9 +29,6 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 INT4 = Scheme(weights=TensorFormat(group_size=16))
-W8A8 = Scheme.model_validate(
-    {"weights": {"dtype": "int8"}, "inputs": {"dtype": "int8", "per": "token", "dynamic": True}}
-)
 STATIC = Scheme.model_validate(
     {"weights": {"dtype": "fp8_e4m3", "per": "tensor"}, "inputs": {"dtype": "fp8_e4m3", "per": "tensor"}}
 )
@@ -233,10 +230,6 @@ def test_a_value_past_float16_is_named(llama: Path, tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused_before_any_work(llama: Path, tmp_path: Path) -> None:
     cases: list[tuple[str, dict[str, Any]]] = [
         ("calibrate.range: activation does not do fp8_e4m3; set it to max", {"scheme": STATIC}),
-        (
-            "transform: awq is for weights alone, and scheme.inputs is int8-token-dynamic",
-            {"scheme": W8A8, "transform": "awq"},
-        ),
         ("names no linear of this model", {"scheme": Scheme(skip=("*.o_prj",), weights=TensorFormat(group_size=16))}),
         ("leaves no linear", {"scheme": Scheme(skip=("model.layers.*",), weights=TensorFormat(group_size=16))}),
     ]

@@ -261,6 +261,14 @@ def test_smoothquant_is_the_formula_of_the_paper() -> None:
         assert not [key for key in vectors if key.endswith("#out")]
 
 
+def test_wrong_schemes_are_refused() -> None:
+    case = Case("llama")
+    with pytest.raises(ValueError, match=r"awq judges the error of weights only.*use smoothquant or none"):
+        case.rescale(awq, FP8)
+    with pytest.raises(ValueError, match=r"scheme\.inputs is null; set it, or use awq or none"):
+        case.rescale(smoothquant, INT4)
+
+
 def test_heads_that_do_not_fit_are_named() -> None:
     case = Case("llama")
     case.config = SimpleNamespace(head_dim=24)

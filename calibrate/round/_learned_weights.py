@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from calibrate.rows import CHUNK
 from calibrate.task import BlockTask
-from qat.quant import MIN_SCALE, Quantized, quantize
+from qat.quant import MIN_SCALE, Quantized, on_grid, quantize
 
 TEMPORARIES = 4  # of a chunk's size that a step holds at once
 BETAS, EPSILON = (0.9, 0.999), 1e-12  # of Adam
@@ -65,7 +65,7 @@ class Learned:
 
     def scale(self, rows: slice) -> Tensor:
         """The scale (r, 1) that would be stored."""
-        return (self.start[rows] * self.stretch[rows]).clamp_min(MIN_SCALE).bfloat16().half().float()
+        return on_grid((self.start[rows] * self.stretch[rows]).clamp_min(MIN_SCALE))
 
     def steps(self, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of some rows: steps (r, size), whether the clamp did nothing (r, size), W / scale (r, size), scale (r, 1)."""

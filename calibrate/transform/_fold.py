@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 from calibrate.inputs import InputStats
 from qat.arch import Arch
 from qat.artifact import COLUMNS, ROWS
+from qat.quant import on_grid
 from qat.scheme import Scheme, TensorFormat
 
 FLOAT16_MAX = 65504.0
@@ -207,5 +208,5 @@ def _rounded(vector: Tensor, factor: Tensor, offset: float) -> Tensor:
     """A norm or bias (N,) so that offset + it is `factor` (N,) times as much, rounded unless by a power of two."""
     value = (offset + vector.float()) * factor - offset
     is_power = torch.frexp(factor).mantissa == 0.5
-    value = torch.where(is_power, value, value.bfloat16().half().float())
+    value = torch.where(is_power, value, on_grid(value))
     return torch.where(factor == 1, vector.float(), value).to(vector.dtype)

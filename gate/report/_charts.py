@@ -172,7 +172,7 @@ def _training(training: dict[str, list[float]]) -> Chart:
     log = min(values) > 0 and max(values) > LOG_RATIO * min(values)
     x = svg.scale([1, max(map(len, curves.values()))], *FIT[0], whole=True)
     y = svg.scale(values, *FIT[1], log=log)
-    parts = [svg.axes(x, y, "step", "training loss (KL, nats per token)")]
+    parts = [svg.axes(x, y, "step", "training loss per token")]
     for series, (name, losses) in enumerate(curves.items()):
         parts.append(svg.line([(x(n), y(loss)) for n, loss in enumerate(losses, 1)], series, name))
     note = "The loss of each step's own batch, which differs from batch to batch."
