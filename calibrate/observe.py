@@ -187,9 +187,8 @@ class _Runner:
 
     def groups(self, index: int) -> list[list[str]]:
         """The covered linears of a block by shared input, full names."""
-        arch = self.model.arch.at(index)
-        full = [[f"{arch.blocks}.{index}.{name}" for name in group] for group in arch.shared_input]
-        return [covered for group in full if (covered := [name for name in group if name in self.formats])]
+        shared = self.model.arch.shared(index)
+        return [covered for group in shared if (covered := [name for name in group if name in self.formats])]
 
     def blocks(self, todo: list[int], activation_bytes: int, progress: Callable[[int, int, float], None]) -> None:
         """Quantize every block of `todo`, in order."""

@@ -21,15 +21,10 @@ class Rtn:
     def __init__(self, parent: Tensors, arch: Arch, scheme: Scheme) -> None:
         self._parent, self._scheme = parent, scheme
         self._fused: dict[str, list[str]] = {}  # weight name -> weights that share its per-tensor scale
-        for name in parent.names():
-            block, _, local = name.removesuffix(".weight").removeprefix(arch.blocks + ".").partition(".")
-            if not name.startswith(arch.blocks + ".") or not name.endswith(".weight") or local not in arch.linears:
-                continue
-            prefix = f"{arch.blocks}.{block}."
-            group = next(group for group in arch.shared_input if local in group)
-            covered = [prefix + other for other in group if scheme.format_of(prefix + other)]
-            if prefix + local in covered:
-                self._fused[name] = [f"{other}.weight" for other in covered]
+        for block in sorted({arch.split(name)[0] for name in parent.names() if name.startswith(arch.blocks + ".")}):
+            for group in arch.shared(block):
+                covered = [f"{linear}.weight" for linear in group if scheme.format_of(linear)]
+                self._fused |= dict.fromkeys(covered, covered)
 
     def covers(self, linear: str) -> bool:
         """Whether the linear of this full name is rounded."""

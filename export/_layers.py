@@ -118,10 +118,8 @@ def check_range(format_name: str, artifact: Artifact, dtype: torch.dtype) -> Non
 def check_shared_scales(who: str, artifact: Artifact, layers: Sequence[Layer], arch: Arch) -> None:
     """Per-tensor scales are equal within linears that read the same input; input scales over all experts."""
     quantized = {layer.name: layer.kind for layer in layers if layer.kind in ("fp8-tensor", "w4a8")}
-    blocks = {int(name[len(arch.blocks) + 1 :].partition(".")[0]) for name in quantized}
-    for block in sorted(blocks):
-        shared = [[f"{arch.blocks}.{block}.{leaf}" for leaf in group] for group in arch.shared_input]
-        for part, groups in (("scale", shared), ("input_scale", arch.one_input_scale(block))):
+    for block in sorted({arch.split(name)[0] for name in quantized}):
+        for part, groups in (("scale", arch.shared(block)), ("input_scale", arch.one_input_scale(block))):
             if part == "scale" and "w4a8" in quantized.values():  # in groups
                 continue
             for group in groups:

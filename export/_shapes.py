@@ -22,7 +22,7 @@ def check_multiples(who: str, layers: Sequence[Layer], rows: int = 1, columns: i
 def check_fused(who: str, layers: Sequence[Layer], arch: Arch) -> None:
     """Linears that read the same input are stored alike: engines run them as one."""
     by_name = {layer.name: layer.fmt for layer in layers}
-    blocks = {int(layer.name[len(arch.blocks) + 1 :].partition(".")[0]) for layer in layers}
+    blocks = {arch.split(layer.name)[0] for layer in layers}
     for block in sorted(blocks):
         for names in arch.fused(block):
             for name in names[1:]:

@@ -57,8 +57,7 @@ def loaders(engines: Collection[str], format_name: str, scheme: Scheme) -> list[
 def biased(artifact: Artifact, arch: Arch) -> set[str]:
     """The linears, relative to a block, that have a bias in at least one block of the artifact."""
     owners = (name.removesuffix(".bias") for name in artifact.stored() if name.endswith(".bias"))
-    leaves = {name.removeprefix(arch.blocks + ".").partition(".")[2] for name in owners}
-    return leaves & set(arch.linears)
+    return {arch.split(name)[1] for name in owners} & set(arch.linears)
 
 
 def check(artifact: Artifact, chosen: Carrier, formats: Collection[str], engines: Collection[str]) -> None:

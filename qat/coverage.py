@@ -66,7 +66,7 @@ def formats(arch: Arch, inputs: Mapping[str, int], scheme: Scheme) -> dict[str, 
 
 def num_blocks_of(arch: Arch, names: Iterable[str]) -> int:
     """How many blocks full names of linears come from."""
-    return len({name.removeprefix(f"{arch.blocks}.").partition(".")[0] for name in names})
+    return len({arch.split(name)[0] for name in names})
 
 
 def whole_groups(arch: Arch, num_blocks: int, scheme: Scheme) -> None:

@@ -184,10 +184,9 @@ def measure(job: Job, model: Model, groups: Sequence[Group], labels: Sequence[st
         job.stage(index, partial(pipeline.calibrate_, job, index), everyone=True)
     made = {step.variant: job.made[index] for index, step in enumerate(job.steps)}
     quantized = [label for label in labels if label != SKIP]
-    prefix = model.arch.blocks + "."
     blocks: list[list[list[str]]] = [[] for _ in model.blocks]
     for group in groups:
-        blocks[int(group.names[0].removeprefix(prefix).partition(".")[0])].append(group.names)
+        blocks[model.arch.split(group.names[0])[0]].append(group.names)
 
     def work(out: Path) -> dict[str, Any]:
         artifacts = [Artifact(made[label].path) for label in quantized]

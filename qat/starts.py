@@ -112,7 +112,7 @@ def _watched(student: Student, index: int, names: Sequence[str], watch: Watch) -
         return lambda module, args, output: watch(name, args[0], output)
 
     here: list[tuple[str, CompensatedLinear]] = [
-        (name, student.linears[name]) for name in names if name.startswith(f"{student.arch.blocks}.{index}.")
+        (name, student.linears[name]) for name in names if student.arch.split(name)[0] == index
     ]
     handles = [linear.register_forward_hook(hook(name)) for name, linear in here]
     try:

@@ -49,7 +49,9 @@ def test_the_linears_of_a_block_are_its_saved_matrices_but_for_routers(tmp_path:
     assert len(matrices) == sum(map(len, said))
     for block in range(2):
         here = arch.at(block)
-        assert sorted(n for group in here.shared_input for n in group) == sorted(here.linears)
+        shared = [n for group in arch.shared(block) for n in group]
+        assert sorted(shared) == sorted(arch.block_linears(block))
+        assert [arch.split(n) for n in arch.block_linears(block)] == [(block, n) for n in here.linears]
         assert {n for names in arch.fused(block) for n in names} == set(arch.block_linears(block))
 
 

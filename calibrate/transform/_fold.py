@@ -106,8 +106,7 @@ def pairs(
 
 
 def _prefix(weights: Mapping[str, Tensor], arch: Arch) -> str:
-    index = next(iter(weights))[len(arch.blocks) + 1 :].partition(".")[0]
-    return f"{arch.blocks}.{index}."
+    return f"{arch.blocks}.{arch.split(next(iter(weights)))[0]}."
 
 
 def _head_dim(source: str, num_channels: int, consumer: str, in_features: int, config: PretrainedConfig) -> int:

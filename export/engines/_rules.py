@@ -14,7 +14,7 @@ def check_common(engine: str, found: Sequence[Layer], arch: Arch) -> None:
     """Fused linears are stored alike; int4 and int8 in multiples of 32, w8a8 and fp8 (16-byte rows of the matrix units)
     of 16. Blocks end where a fused linear's part does, and activations come in whole groups of 128."""
     check_fused(engine, found, arch)
-    blocks = {int(layer.name[len(arch.blocks) + 1 :].partition(".")[0]) for layer in found}
+    blocks = {arch.split(layer.name)[0] for layer in found}
     fused = {name for block in blocks for names in arch.fused(block) if len(names) > 1 for name in names}
     for layer in found:
         rows = columns = 32 if layer.inputs is None else 16

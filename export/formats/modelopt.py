@@ -137,7 +137,7 @@ def _int4_parts(artifact: Artifact, layer: Layer, dtype: torch.dtype, carrier: C
 
 def _fused(layer: Layer, carrier: Carrier) -> list[str]:
     """Full names of the linears that an engine runs as one with this one, itself among them."""
-    block, _, leaf = layer.name.removeprefix(carrier.arch.blocks + ".").partition(".")
+    block, leaf = carrier.arch.split(layer.name)
     group = next(group for group in carrier.arch.shared_input if leaf in group)
     return [f"{carrier.arch.blocks}.{block}.{other}" for other in group]
 

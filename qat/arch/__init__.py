@@ -71,6 +71,15 @@ class Arch:
             return self
         return _without(self, self._of_experts if block in self.dense_blocks else frozenset(self.dense).__contains__)
 
+    def split(self, name: str) -> tuple[int, str]:
+        """The block, and the name within it, of the full name of a module or tensor: (3, "mlp.up_proj")."""
+        block, _, local = name.removeprefix(f"{self.blocks}.").partition(".")
+        return int(block), local
+
+    def shared(self, block: int) -> list[list[str]]:
+        """Full names of the linears of one block by the tensor they read, in the order they run."""
+        return [[f"{self.blocks}.{block}.{name}" for name in group] for group in self.at(block).shared_input]
+
     def block_linears(self, block: int) -> list[str]:
         """Full names of the linears of one block."""
         return [f"{self.blocks}.{block}.{name}" for name in self.at(block).linears]
