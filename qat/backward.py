@@ -7,6 +7,7 @@ of all tokens never exist at once. Gradients and loss are added to buffers that 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -192,14 +193,15 @@ def kept_bytes(student: Student, batch: int, length: int) -> int:
 def blocks_to_checkpoint(student: Student, batch: int, length: int, free: int | None = None) -> int:
     """How many blocks must repeat their forward pass for the rest's activations to fit.
 
-    free: bytes; by default SPARE of the memory that is free.
+    free: bytes; by default SPARE of the memory that is free, on a CPU this rank's share of it.
     """
     device = student.device
     if free is None and device.type == "cuda":
         torch.cuda.empty_cache()
         free = int(SPARE * torch.cuda.mem_get_info(device)[0])
     elif free is None:
-        free = int(SPARE * psutil.virtual_memory().available)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks that share this machine's memory
+        free = int(SPARE * psutil.virtual_memory().available) // here
     logits = min(LOGIT_BYTES[device.type], 4 * LIVE * batch * length * student.config.vocab_size)
     fits = max(0, free - logits) // max(1, kept_bytes(student, batch, length))
     return max(0, len(student.blocks) - fits)

@@ -210,8 +210,11 @@ def test_what_a_block_keeps_is_measured(config: Any, models: Any, monkeypatch: p
     one, two = backward.kept_bytes(student, 1, 16), backward.kept_bytes(student, 2, 16)
     # at least the input of each linear (scales are learned) and of the activation function, in float32
     assert one >= 4 * 16 * (2 * config.hidden_size + 2 * config.intermediate_size) and 1.7 * one < two <= 2 * one
-    for free, expected in ((10 * two + 2**40, 0), (0, 2)):
+    logits = 4 * backward.LIVE * 2 * 16 * config.vocab_size
+    enough = int((logits + 2.1 * two) / backward.SPARE)  # for both blocks of one rank
+    for free, ranks, expected in ((10 * two + 2**40, 1, 0), (0, 1, 2), (enough, 1, 0), (enough, 4, 2)):
         monkeypatch.setattr(backward.psutil, "virtual_memory", lambda free=free: type("", (), {"available": free}))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         assert backward.blocks_to_checkpoint(student, 2, 16) == expected
 
 
