@@ -70,6 +70,8 @@ def trained(metrics: dict[str, Any]) -> str:
     """How a stage of training went, and why it ended where it did not take all its steps."""
     steps, start, end = len(metrics["loss"]), metrics["kl_start"], metrics["kl_end"]
     said = f"{steps} steps; KL on held-out windows of the training text from {start:.5f} to {end:.5f}"
+    if (tail := metrics.get("teacher_tail")) is not None:
+        said += f"; trained on the parent's likeliest tokens, which leave out {tail:.2%} of its probability"
     return said + (f"; ended early: {metrics['ended']}" if metrics["ended"] else "")
 
 

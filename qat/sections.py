@@ -175,14 +175,12 @@ class Train(Section):
 
     learn: dict[str, SerializeAsAny[Section]] = Field(
         {"bias": {}, "scale": {}},
-        min_length=1,
         validate_default=True,
         description="what is learned: files of qat/learn, by name, or with a rate, or {rate: ..., option: ...}; "
         "null takes one out",
     )
     loss: dict[Literal["kl", "ce", "hidden"], PositiveFloat] = Field(
         {"kl": 1.0},
-        min_length=1,
         description="name, or name and weight, of kl: forward KL to the parent's logits; ce: next token; hidden: "
         "relative squared error of the last hidden state",
     )
@@ -245,16 +243,23 @@ class Train(Section):
                 ]
         if lines:
             raise problems("learn", lines)
+        if not found:
+            raise ValueError("nothing is learned; name one of qat/learn, or set train to null")
         return found
 
     @field_validator("loss", mode="before")
     @classmethod
     def _read_loss(cls, value: Any) -> Any:
         value = {value: 1.0} if isinstance(value, str) else value
-        unknown = [key for key in value if key not in LOSSES] if isinstance(value, dict) else []
+        if not isinstance(value, dict):
+            raise ValueError(f"is one of {', '.join(LOSSES)}, or a mapping of them to weights, not {value!r}")
+        unknown = [key for key in value if key not in LOSSES]
         if unknown:
             raise problems("loss", [problem((key,), "unknown key" + did_you_mean(key, LOSSES)) for key in unknown])
-        return {key: w for key, w in value.items() if w is not None} if isinstance(value, dict) else value
+        found = {key: weight for key, weight in value.items() if weight is not None}
+        if not found:
+            raise ValueError(f"there is no loss; name one or more of {', '.join(LOSSES)}")
+        return found
 
     @model_validator(mode="after")
     def _check(self) -> Train:

@@ -69,6 +69,7 @@ def test_a_stage_with_nothing_to_recover_hands_on_what_it_got(bench: Bench, tmp_
     kl = f"{metrics['kl_start']:.5f}"
     said = f"0 steps; KL on held-out windows of the training text from {kl} to {kl}; ended early: nothing to recover"
     assert results.trained(metrics) == said
+    assert "likeliest tokens, which leave out 12.50% of its" in results.trained(metrics | {"teacher_tail": 0.125})
     before, after = Artifact(tmp_path / "one"), Artifact(tmp_path / "two")
     assert same(parts(before, ""), parts(after, ""))
 

@@ -37,7 +37,8 @@ def check(format_name: str, found: Sequence[Layer], arch: Arch) -> None:
             fit = [size for size in GROUP_SIZES if layer.columns % size == 0]
             raise ValueError(
                 f"{layer.name} has group size {layer.fmt.group_size}; vllm runs {GROUP_SIZES} or whole rows. Set "
-                f"scheme.weights.group_size to one of {fit or 'null (whole rows)'}, or leave vllm out of export.engines"
+                f"group_size in scheme.weights or scheme.overrides to one of {fit or 'null (whole rows)'}, or leave "
+                "vllm out of export.engines"
             )
 
 
