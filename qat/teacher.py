@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from qat import report
 from qat.losses import kl, top_kl, top_log
 from qat.model import Model
 from qat.student import run_blocks
@@ -178,9 +179,13 @@ class _Store:
 @torch.no_grad()
 def _outputs(model: Model, windows: Tensor, batch: int) -> Iterator[Tensor]:
     """The last block's output (1, length, hidden) of each window, whether the blocks stay in memory or are streamed."""
-    if not model.resident:
-        yield from model.hidden(windows, batch)
-        return
+    with report.Steps("teacher", total=len(windows), unit="window") as steps:
+        for hidden in model.hidden(windows, batch) if not model.resident else _resident(model, windows, batch):
+            steps.advance()
+            yield hidden
+
+
+def _resident(model: Model, windows: Tensor, batch: int) -> Iterator[Tensor]:
     with model.ends():
         for ids in windows.split(batch):
             yield from run_blocks(model, ids).split(1)

@@ -90,6 +90,16 @@ def test_progress_counts_from_where_a_killed_training_goes_on(
     assert [(steps.first, steps.done) for steps in shown] == [(0, 3), (2, 4)]
 
 
+@pytest.mark.parametrize(("teacher", "windows"), [("resident", []), ("hidden", [16 + 5]), (9, [16, 5])])
+def test_caching_the_teacher_is_progress_too(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, teacher: Any, windows: list[int]
+) -> None:
+    shown, plain = [], report.Steps
+    monkeypatch.setattr(report, "Steps", lambda *args, **more: shown.append(plain(*args, **more)) or shown[-1])
+    run_stage(bench, tmp_path / "out", RATES, teacher=teacher)
+    assert [(s.what, s.done, s.total) for s in shown] == [*(("teacher", n, n) for n in windows), ("train", 4, 4)]
+
+
 def test_without_a_slot_only_scales_are_learned(bench: Bench, tmp_path: Path) -> None:
     run_stage(bench, tmp_path / "out", RATES, slots=())
     assert json.loads((tmp_path / "out" / "artifact.json").read_text())["train"]["learned"] == ["scale"]
