@@ -49,7 +49,8 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
     tokens in all, m = micro_batch x length, P = N + V h multiplied weights:
 
     disk    calibrate  N c + 5 N / g + 2 R
-            train      16 N / g: scales and their optimizer state; half of BYTES_PER_WEIGHT of what is learned
+            train      16 N / g: scales and their optimizer state; half of BYTES_PER_WEIGHT of what is learned; of a
+                       cached teacher h a, or 6 K, for each token that is trained on, while it trains
             export     N c + 2.5 N / g + 2 R, dense 2 (N + R), dense not of symmetric int4 4 (N + R)
             gate       T h a, the parent's last hidden states, kept when they are at most 4 GB      release 0: links
     memory  0.6 GB for the process, and
@@ -79,6 +80,9 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
         memory = a * (2 * linear + rest) + (1 + learned) * linear
         memory += (blocks + 8) * m * model.hidden * a + 16 * m * model.vocabulary
         disk = 16 * linear / group + learned * linear / 2
+        if train.teacher != "resident" and recipe.data.training:
+            seen = min(train.steps * train.batch * train.length, int(1e6 * recipe.data.training.max_mb))
+            disk += seen * (model.hidden * a if train.teacher == "hidden" else 6 * train.teacher)
         return _needs(disk, memory, 10 * model.matmul * train.steps * train.batch * train.length, rate)
     if step.name == "export":
         disk = linear * code + 2.5 * linear / group + 2 * rest

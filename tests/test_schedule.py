@@ -121,6 +121,19 @@ def test_needs_of_each_stage_are_its_own() -> None:
     assert first and second and first.seconds > second.seconds
 
 
+@pytest.mark.parametrize(("teacher", "bytes_a_token"), [("hidden", 256 * 4), (64, 6 * 64)])
+def test_a_cached_teacher_needs_disk_for_each_token(tmp_path: Path, teacher: Any, bytes_a_token: int) -> None:
+    """No less than a run writes, of which every token is another one."""
+    asked = ["recipe=demo.yaml", "variants={}", "compute.dtype=float32", f"output={tmp_path}"]
+    plain, cached, small = (
+        plan.make(load([*asked, *more])).rows[1].needs
+        for more in ([], [f"train.teacher={teacher}"], [f"train.teacher={teacher}", "data.training.max_mb=0.1"])
+    )
+    assert plain and cached and small
+    more = (cached.disk_gb - plain.disk_gb) * plan.GB / (200 * 8 * 256 * bytes_a_token)
+    assert 1 <= more < 1.2 and small.disk_gb - plain.disk_gb < (cached.disk_gb - plain.disk_gb) / 2
+
+
 def test_learning_codes_needs_memory_for_each_weight() -> None:
     plain, codes = (
         plan.make(load(["recipe=demo.yaml", "variants={}", f"train.learn={kind}"])).rows[1].needs
