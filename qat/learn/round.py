@@ -3,7 +3,8 @@
 A float32 number per weight, its gradient and two moments, and the codes before and after: 35 bytes per weight beside
 the model, so this is for small models.
 The change is held within one code (GPTQ's codes are not the nearest ones; a wider window forgets them). `start:
-residual` begins where the weight that was rounded lies between the codes, so that one near the boundary moves first.
+residual` begins where the weight that was rounded lies between the codes, so that one near the boundary moves first. It
+is for codes that are the nearest: behind `learned` it undoes what that chose (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ BYTES_PER_WEIGHT = 35
 
 class Options(Section):
     rate: PositiveFloat = Field(1e-3, description="in codes; half a code is what it takes to move from a stored code")
-    start: Literal["stored", "residual"] = Field("residual", description="where between the codes learning begins")
+    start: Literal["stored", "residual"] = Field(
+        "residual", description="where between the codes learning begins; after gptq or learned take stored"
+    )
 
 
 def apply(value: Tensor, delta: Tensor, unit: Any) -> Tensor:
