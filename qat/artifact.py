@@ -129,6 +129,7 @@ class Artifact:
         files = [*sorted(p.name for p in path.glob("block-*.safetensors")), REST]
         self._base = SafetensorsFolder(path, files)
         self._vectors = SafetensorsFolder(path, sorted(p.name for p in path.glob("transform-*.safetensors")))
+        self._multiplied = frozenset(self._vectors.names())
         self._overlay = SafetensorsFolder(path, [OVERLAY]) if (path / OVERLAY).exists() else None
         over = set(self._overlay.names()) if self._overlay else set()
         self._names = set(self._base.names()) | over
@@ -160,11 +161,8 @@ class Artifact:
 
         Rows (N, 1), as its bias was but for rounding to 16 bits, and columns (1, K); float32, ones where nothing did.
         """
-        names = set(self._vectors.names())
-        found = [
-            self._vectors.get(name).float() if (name := f"{linear}.weight{side}") in names else torch.ones(1)
-            for side in (ROWS, COLUMNS)
-        ]
+        names = [f"{linear}.weight{side}" for side in (ROWS, COLUMNS)]
+        found = [self._vectors.get(n).float() if n in self._multiplied else torch.ones(1) for n in names]
         return found[0][:, None], found[1][None]
 
     def names(self) -> list[str]:
