@@ -15,7 +15,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration
 from torch.distributed.device_mesh import init_device_mesh
 
-from qat import loop, report
+from qat import loop, plugins, report
 from qat.artifact import Artifact, derive
 from qat.backward import blocks_to_checkpoint, tokens_at_once
 from qat.model import Model
@@ -144,6 +144,13 @@ def check(
         if name not in there:
             raise ValueError(f"{where}.trackers {name} is not installed: pip install {name}, or leave it out")
     loop.check_ranks(train.batch, world, where)
+    for kind, options in train.learn.items():
+        module = plugins.find("qat.learn", kind)
+        if hasattr(module, "check"):
+            try:
+                module.check(options, train.length)
+            except ValueError as error:
+                raise ValueError(f"{where}.learn.{kind}.{error}") from error
     if set(train.learn) == {"bias"} and not slots:
         why = "has only bias, but the engines of export.engines load none"
         raise ValueError(f"{where}.learn {why}; learn scale too, or set {where} to null")

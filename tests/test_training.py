@@ -145,6 +145,8 @@ def test_what_cannot_be_done_is_an_error(bench: Bench, tmp_path: Path, more: dic
 @pytest.mark.parametrize(("overrides", "why"), [
     (["train.teacher=5000"], "train.teacher 5000 is more than the 257 tokens there are"),
     (["train.cuda_graph=true"], "train.cuda_graph is true, but this run computes on cpu"),
+    (["train.learn={scale: {}, bias: {start: mean, skip_tokens: 32}}"],
+     "train.learn.bias.skip_tokens 32 leaves nothing of windows of 32; take fewer"),
     (["train.batch=3"], "train.batch 3 does not split over 2 processes; use a multiple of 2"),
     (["train=[{learn: scale, steps: 3, length: 32, batch: 2}, {learn: bias, steps: 3, length: 32, batch: 2}]"],
      "train.1.learn has only bias, but the engines of export.engines load none; learn scale too, or set train.1 to"),

@@ -32,6 +32,11 @@ def apply(value: Tensor, delta: Tensor, unit: Any) -> Tensor:
     return value + unit * delta
 
 
+def check(options: Options, length: int) -> None:
+    if options.start == "mean" and options.skip_tokens >= length:
+        raise ValueError(f"skip_tokens {options.skip_tokens} leaves nothing of windows of {length}; take fewer")
+
+
 def begin(student: Any, options: Options, windows: Tensor) -> None:
     from qat import starts
 
