@@ -6,6 +6,7 @@ Sequences are padded on the right to a multiple of `PAD` tokens: a causal model 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from gate import _generate
 from gate._generate import Prompt
 from qat.model import WAVE_BYTES, Model
 
-VERSION = 1
+VERSION = 2
 PAD, BATCH = 16, 8
 CHOICE, CONTINUATION = {"context", "choices", "answer"}, {"context", "continuation"}
 
@@ -130,10 +131,12 @@ def score(model: Model, examples: Sequence[Example], advance: Callable[[int], An
 
 
 def _judge(example: Example, results: Sequence[tuple[float, bool]]) -> float:
+    """A model that gives no number for a choice has not chosen: NaN compares with nothing, and the first would win."""
     if example.answer is None:
         return float(results[0][1])
     rates = [logp / request.letters for (logp, _), request in zip(results, example.requests, strict=True)]
-    return float(max(range(len(rates)), key=rates.__getitem__) == example.answer)
+    is_number = not any(map(math.isnan, rates))
+    return float(is_number and max(range(len(rates)), key=rates.__getitem__) == example.answer)
 
 
 def _waves(model: Model, flat: Sequence[Request], order: Sequence[int]) -> Iterator[list[list[int]]]:

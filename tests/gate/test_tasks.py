@@ -92,6 +92,19 @@ def test_a_continuation_is_right_when_greedy_decoding_gives_it(micro: Path, tmp_
     assert found == [1.0, 0.0] * (len(rows) // 2)
 
 
+def test_a_model_without_numbers_answers_nothing_right(micro: Path, tmp_path: Path) -> None:
+    """Else it would have the share of questions whose first choice is the right one."""
+    rows = [{"context": "a", "choices": [" b", " c"], "answer": n % 2} for n in range(4)]
+    examples = _examples.read(write(tmp_path / "a.jsonl", rows), AutoTokenizer.from_pretrained(micro), None, 256)
+    broken = LlamaForCausalLM.from_pretrained(micro).float()
+    with torch.no_grad():
+        broken.model.layers[1].mlp.down_proj.weight[0, 0] = torch.nan
+    broken.save_pretrained(tmp_path / "broken")
+    for folder, right in ((micro, 2), (tmp_path / "broken", 0)):
+        model = Model(AutoConfig.from_pretrained(folder), SafetensorsFolder(folder))
+        assert sum(_examples.score(model, examples)) == right
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [
