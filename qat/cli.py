@@ -159,6 +159,14 @@ def compare(
     text: Annotated[str | None, typer.Option(help="held-out text; that of the first run")] = None,
     sequences: Annotated[int | None, typer.Option(min=1, help="windows of text")] = None,
     length: Annotated[int | None, typer.Option(min=2, help="tokens in a window")] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FILE.jsonl", help="examples to ask all, as gate.tasks.offline; may be repeated"),
+    ] = None,
+    lm_eval: Annotated[
+        list[str] | None, typer.Option("--lm-eval", help="a task of lm-evaluation-harness; may be repeated")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="the first so many examples of each task")] = None,
     out: Annotated[Path, typer.Option(help="folder for compare.html, .json and .csv")] = Path("runs/compare"),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
@@ -177,7 +185,8 @@ def compare(
     from qat.compare import Choices, main
 
     try:
-        main(sources, Choices(parent, text, sequences, length, device, dtype), out)
+        asked = Choices(parent, text, sequences, length, device, dtype, task or (), lm_eval or (), limit)
+        main(sources, asked, out)
     except RecipeError as error:
         report.complain(str(error))
         raise typer.Exit(2) from None

@@ -11,7 +11,8 @@ import gate.report
 import gate.stage
 from gate._bootstrap import Sampling
 from gate.stage import table
-from qat import arguments, manifest, report, results, summary
+from gate.tasks import Options
+from qat import arguments, manifest, questions, report, results, summary
 from qat.arguments import RecipeError
 from qat.index import checkpoints_below
 from qat.job import device, dtype
@@ -24,7 +25,10 @@ REPORT, MEASURED, PARENTS = "compare", ".measured", ".parents"
 
 @dataclass(frozen=True)
 class Choices:
-    """What the command line says; None is taken from the first run. parent: as model.source."""
+    """What the command line says; None is taken from the first run. parent: as model.source.
+
+    tasks: NAME=FILE of examples. lm_eval: names of tasks. limit: the first so many examples of each; None takes all.
+    """
 
     parent: str | None = None
     text: str | None = None
@@ -32,6 +36,9 @@ class Choices:
     length: int | None = None
     device: str = "auto"
     dtype: str = "auto"
+    tasks: Sequence[str] = ()
+    lm_eval: Sequence[str] = ()
+    limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,10 +66,19 @@ def main(sources: list[str], choices: Choices, out: Path) -> Path:
     once; ValueError for what cannot be compared.
     """
     runs, folders, wrong = _sources(sources)
-    wrong += _lacking(runs, choices)
+    asked, faults = questions.asked(choices.tasks, choices.lm_eval, choices.limit)
+    wrong += [*_lacking(runs, choices), *faults]
+    if wrong and not (asked.offline and _is_here(runs, choices)):
+        raise _refused(wrong)
+    try:
+        parent = _parent(runs, choices, out)
+        wrong += questions.unreadable(asked, parent)
+    except ValueError as error:
+        if not wrong:
+            raise
+        wrong.append(str(error))
     if wrong:
-        raise RecipeError("nothing was compared:\n" + "\n".join(f"  {line}" for line in wrong))
-    parent = _parent(runs, choices, out)
+        raise _refused(wrong)
     corpus = _text(runs, choices, parent)
     on = device(Compute(device=choices.device))
     precision = dtype(Compute(dtype=choices.dtype), on)
@@ -71,14 +87,16 @@ def main(sources: list[str], choices: Choices, out: Path) -> Path:
     cache = (next(iter(runs.values())).folder.parent if runs else out) / MEASURED
     with report.Steps("compare", total=(1 + len(states)) * len(corpus.windows), unit="window") as steps:
         found = gate.stage.measure_all(own, states, corpus.windows, cache, on, precision, steps.reach)
-    said = _data(runs, parent, corpus, found)
+    if asked.offline or asked.lm_eval:
+        gate.stage.measure_tasks(found, [own, *states], parent.tokenizer, asked, cache, on, precision)
+    said = _data(runs, parent, corpus, found, asked)
     report.say(table.text(said["table"]))
     if said["tasks"]:
         report.say(table.text(said["tasks"], table.TASKS))
     for line in verdicts(said["pairs"]):
         report.say(line)
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{REPORT}.csv").write_text(gate.report.csv_text(said["table"]), encoding="utf-8")
+    (out / f"{REPORT}.csv").write_text(gate.report.csv_text(said["table"], said["tasks"]), encoding="utf-8")
     page = gate.report.write(out, REPORT, said)
     report.say(f"report: {page}")
     return page
@@ -96,6 +114,10 @@ def verdicts(pairs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         between = "" if low is None else f" (between {low:+.5f} and {high:+.5f})"
         unsure = "; too few windows to tell them apart" if low is not None and low <= 0 else ""
         yield f"{', '.join(states)}: KL {value:+.5f} against {best}{between}{unsure}"
+
+
+def _refused(wrong: list[str]) -> RecipeError:
+    return RecipeError("nothing was compared:\n" + "\n".join(f"  {line}" for line in wrong))
 
 
 def _lacking(runs: dict[str, Ran], choices: Choices) -> Iterator[str]:
@@ -156,10 +178,20 @@ def _ran(path: Path) -> Ran:
     return Ran(path, said, whole, verdict)
 
 
+def _is_here(runs: dict[str, Ran], choices: Choices) -> bool:
+    """Whether nothing must be fetched or converted to have the parent; for a command with faults neither is done."""
+    sources = [choices.parent] if choices.parent is not None else [_model(ran)["source"] for ran in runs.values()]
+    return any(source in arguments.KEYWORDS or Path(source).expanduser().is_dir() for source in sources[:1])
+
+
+def _model(ran: Ran) -> dict[str, Any]:
+    model = ran.recipe["model"]
+    return {**model, "source": arguments.locate(model["source"], ran.folder) or model["source"]}
+
+
 def _parent(runs: dict[str, Ran], choices: Choices, out: Path) -> Parent:
     if choices.parent is not None:
         cache = out / PARENTS
-        cache.mkdir(parents=True, exist_ok=True)
         try:
             return open_parent(choices.parent, None, False, cache)
         except ValueError as error:
@@ -168,9 +200,8 @@ def _parent(runs: dict[str, Ran], choices: Choices, out: Path) -> Parent:
     for name, other in others:
         if other.inputs["parent"] != ran.inputs["parent"]:
             raise ValueError(f"the runs {first} and {name} have different parents; choose one with --parent")
-    model = ran.recipe["model"]
-    source = arguments.locate(model["source"], ran.folder) or model["source"]
-    return open_parent(source, model["revision"], model["trust_remote_code"], ran.folder.parent / PARENTS)
+    model = _model(ran)
+    return open_parent(model["source"], model["revision"], model["trust_remote_code"], ran.folder.parent / PARENTS)
 
 
 def _text(runs: dict[str, Ran], choices: Choices, parent: Parent) -> Corpus:
@@ -188,14 +219,19 @@ def _text(runs: dict[str, Ran], choices: Choices, parent: Parent) -> Corpus:
     return windows(parent.tokenizer, asked, asked.length, asked.sequences, asked.seed)
 
 
-def _data(runs: dict[str, Ran], parent: Parent, corpus: Corpus, found: dict[str, Any]) -> dict[str, Any]:
+def _data(
+    runs: dict[str, Ran], parent: Parent, corpus: Corpus, found: dict[str, Any], asked: Options
+) -> dict[str, Any]:
     """What the report shows; see `gate.report`."""
     sampling, exports = Sampling(), list(found["states"])[1:]
     pairs = gate.report.pairs(found["states"], sampling)
     said, states = gate.report.empty("Comparison"), dict(found["states"])
     for name, ran in runs.items():
         prefix = f"{name}/" if len(runs) > 1 or len(exports) > len(ran.summary["exports"]) else ""
-        _add_tasks(states, ran, prefix, said["notes"])
+        if not (asked.offline or asked.lm_eval):
+            _add_tasks(states, ran, prefix, said["notes"])
+        elif others := [task for task in _tasks(ran) if task not in found["states"]["parent"]["tasks"]]:
+            said["notes"].append(f"tasks that only {ran.folder.name} was asked are not shown: {', '.join(others)}")
         states = _with_stages(states, ran, prefix, found["evaluation"], said["notes"])
         said["latency"] += _latency(ran, prefix)
         for stage in ran.summary["stages"]:
@@ -209,13 +245,20 @@ def _data(runs: dict[str, Ran], parent: Parent, corpus: Corpus, found: dict[str,
         "seed": sampling.seed,
     }
     said["facts"] = results.facts(parent, found["evaluation"], corpus.source, statistics)
+    if tasks := questions.sentence(asked):
+        said["facts"].append(["tasks", tasks])
     return said | {"statistics": statistics} | gate.report.measured(states, exports, results.decoder(parent.tokenizer))
+
+
+def _tasks(ran: Ran) -> dict[str, Any]:
+    """What the gate of a run asked, by task, with the parent's answers."""
+    found: dict[str, Any] = ran.verdict.get("states", {}).get("parent", {}).get("tasks", {})
+    return found
 
 
 def _add_tasks(states: dict[str, Any], ran: Ran, prefix: str, notes: list[str]) -> None:
     """Put what a run's exports and its parent answered into `states`, if all runs asked this parent the same."""
-    of, parent = ran.verdict.get("states", {}), states["parent"]
-    answered = of.get("parent", {}).get("tasks")
+    of, parent, answered = ran.verdict.get("states", {}), states["parent"], _tasks(ran)
     if not answered:
         return
     if of["parent"]["fingerprint"] != parent["fingerprint"] or parent.get("tasks", answered) != answered:

@@ -22,6 +22,7 @@ FORBIDDEN = {
     "qat.mixed": (),
     "qat.results": (),
     "qat.compare": (),
+    "qat.questions": (),  # of compare
     "qat.cli": (),  # a command starts the part it is about
     "calibrate": ("export", "gate", *SPINE),
     "export": ("calibrate", "gate", *SPINE),

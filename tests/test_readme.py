@@ -87,10 +87,11 @@ def mixed(place: Place, command: str) -> None:
 
 
 def compare(place: Place, command: str) -> None:
-    for option in ("--parent", "--text", "--out"):
+    for option in ("--parent", "--text", "--task NAME=FILE.jsonl", "--limit", "--out"):
         assert option in command
-    place.tare("compare", "runs/demo", str(release(place)), "--device", "cpu", "--out", "compared")
-    assert (place.folder / "compared/compare.html").exists()
+    asked = ("--task", "capitals=capitals.jsonl", "--limit", "1")
+    said = place.tare("compare", "runs/demo", str(release(place)), *asked, "--device", "cpu", "--out", "compared")
+    assert "capitals" in said and (place.folder / "compared/compare.html").exists()
 
 
 def verify(place: Place, command: str) -> None:

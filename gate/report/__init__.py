@@ -49,6 +49,7 @@ TABLES = (  # key of the data, heading, columns, how to read it
         "over pairs of export / parent. GB: the weights on the GPU, or on a CPU all that the engine's processes hold.",
     ),
 )  # fmt: skip
+SCORES = ("score", "gain", "gain_low", "gain_high")  # of a task, in the CSV
 WORST = 3  # positions shown of each state
 LAYER = (  # of a row of `layers`: key, heading, format
     ("layer", "linear", ""), ("format", "format", ""), ("range", "range", ""), ("round", "round", ""),
@@ -98,12 +99,15 @@ def _columns(table: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, fl
     return found
 
 
-def csv_text(table: Sequence[Mapping[str, Any]]) -> str:
-    """The table of all states as CSV, full precision."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(dict.fromkeys(key for row in table for key in row)), lineterminator="\n")
+def csv_text(table: Sequence[Mapping[str, Any]], tasks: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The table of all states as CSV, full precision; of each row of `tasks` tasks.NAME.score, .gain and its ends."""
+    out, rows = io.StringIO(), {row["state"]: dict(row) for row in table}
+    for one in tasks:
+        rows[one["state"]] |= {f"tasks.{one['task']}.{key}": one[key] for key in SCORES}
+    columns = dict.fromkeys(key for row in rows.values() for key in row)
+    writer = csv.DictWriter(out, list(columns), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(table)
+    writer.writerows(rows.values())
     return out.getvalue()
 
 
