@@ -52,14 +52,14 @@ class Example:
 def read(path: Path, tokenizer: Any, limit: int | None, longest: int | None) -> list[Example] | list[Prompt]:
     """The examples of a JSONL file as tokens; see gate/tasks.py. Raises ValueError that names file and line."""
     found: list[Any] = []
-    with path.open(encoding="utf-8") as f:
+    with path.open("rb") as f:
         for number, line in enumerate(f, 1):
             if limit is not None and len(found) >= limit:
                 break
             if line.strip():
                 try:
-                    found.append(_example(json.loads(line), tokenizer, longest))
-                except ValueError as error:
+                    found.append(_example(json.loads(line.decode()), tokenizer, longest))
+                except (ValueError, RecursionError) as error:  # the latter: brackets without end
                     raise ValueError(f"{path} line {number}: {error}") from error
     if not found:
         raise ValueError(f"{path} holds no example; one a line is needed, such as {{'context': ..., 'choices': ...}}")
@@ -71,6 +71,8 @@ def read(path: Path, tokenizer: Any, limit: int | None, longest: int | None) -> 
 
 def _example(row: Any, tokenizer: Any, longest: int | None) -> Example | Prompt:
     keys = set(row) if isinstance(row, dict) else set()
+    for text in strings(row):
+        text.encode()  # half of a surrogate pair is no text: ValueError
     if "prompt" in keys:
         return _generate.prompt(row, tokenizer, longest)
     if not (keys >= CHOICE or keys >= CONTINUATION) or not isinstance(row["context"], str):

@@ -164,7 +164,7 @@ def compare(
         typer.Option(metavar="NAME=FILE.jsonl", help="examples to ask all, as gate.tasks.offline; may be repeated"),
     ] = None,
     lm_eval: Annotated[
-        list[str] | None, typer.Option("--lm-eval", help="a task of lm-evaluation-harness; may be repeated")
+        list[str] | None, typer.Option(metavar="NAME", help="a task of lm-evaluation-harness; may be repeated")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="the first so many examples of each task")] = None,
     out: Annotated[Path, typer.Option(help="folder for compare.html, .json and .csv")] = Path("runs/compare"),

@@ -123,6 +123,22 @@ def test_a_bad_example_is_named_with_its_line(micro: Path, tmp_path: Path, row: 
     assert "mixes" in why or "a.jsonl line 2: " in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"{'context'", "Expecting property name"),
+        (b"\xff\xfe", "can't decode byte 0xff"),
+        (b"[" * 100_000, "recursion"),
+        (rb'{"context": "\ud800", "continuation": " b"}', "surrogates not allowed"),
+    ],
+    ids=["json", "bytes", "deep", "surrogate"],
+)
+def test_a_line_that_is_no_example_is_named_whatever_it_is(micro: Path, tmp_path: Path, line: bytes, why: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n" + line + b"\n")
+    with pytest.raises(ValueError, match=f"a.jsonl line 2: .*{why}"):
+        _examples.read(tmp_path / "a.jsonl", AutoTokenizer.from_pretrained(micro), None, 256)
+
+
 def test_tasks_are_remembered_by_content(micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = AutoTokenizer.from_pretrained(micro)
     windows = torch.randint(1, 200, (2, 16), generator=torch.Generator().manual_seed(0))
