@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gate import _paired
 from gate._bootstrap import Sampling
@@ -39,6 +39,12 @@ class Options(Section):
     lm_eval: list[str] = Field([])
     limit: int | None = Field(None, gt=0)
     max_drop: float | None = Field(None, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _names(self) -> Options:
+        if both := sorted(self.offline.keys() & set(self.lm_eval)):
+            raise ValueError(f"{', '.join(both)}: names of tasks in offline and in lm_eval; give the file another name")
+        return self
 
 
 def judge(measured: dict[str, Any], parent: dict[str, Any], options: Options, sampling: Sampling) -> list[Check]:

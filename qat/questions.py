@@ -40,7 +40,8 @@ def asked(files: Sequence[str], lm_eval: Sequence[str], limit: int | None) -> tu
             next(texts, None)
     except ValueError as error:  # lm-eval is not installed, or does not have the task
         wrong += _told(error)
-    return Options(offline=offline, lm_eval=list(lm_eval), limit=limit), wrong
+    others = [name for name in lm_eval if name not in offline]  # a name that is given twice is among what is wrong
+    return Options(offline=offline, lm_eval=others, limit=limit), wrong
 
 
 def unreadable(options: Options, parent: Parent) -> list[str]:
