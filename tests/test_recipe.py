@@ -81,10 +81,6 @@ def test_all_errors_come_at_once_with_their_paths_and_a_suggestion(fake_root: Pa
         (["train.cuda_graph=maybe"], "train.cuda_graph: input should be 'auto', or a valid boolean, got 'maybe'"),
         (["data.calibration=null"], "data.calibration: input should be a mapping of keys, got null"),
         (["scheme.weights=int4"], "scheme.weights: input should be a mapping of keys, got 'int4'"),
-        (
-            ["gate.tasks={offline: {arc_easy: README.md}, lm_eval: [arc_easy]}"],
-            "gate.tasks: arc_easy: names of tasks in offline and in lm_eval; give the file another name",
-        ),
         (["scheme.skip=5"], "scheme.skip: input should be a valid list, got 5"),
         (["variants.int={train: {teacher: x}}"], "variants.int.train.teacher: input should be 'resident' or"),
         (["train.micro_batch=3"], "train.micro_batch: 3 does not divide batch, which is 8"),

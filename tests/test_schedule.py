@@ -124,7 +124,7 @@ def test_needs_of_each_stage_are_its_own() -> None:
 @pytest.mark.parametrize(("teacher", "bytes_a_token"), [("hidden", 256 * 4), (64, 6 * 64)])
 def test_a_cached_teacher_needs_disk_for_each_token(tmp_path: Path, teacher: Any, bytes_a_token: int) -> None:
     """No less than a run writes, of which every token is another one."""
-    asked = ["recipe=demo.yaml", "variants={}", "compute.dtype=float32", f"output={tmp_path}"]
+    asked = ["recipe=demo.yaml", "variants={}", "compute.dtype=float32", "train.steps=200", f"output={tmp_path}"]
     plain, cached, small = (
         plan.make(load([*asked, *more])).rows[1].needs
         for more in ([], [f"train.teacher={teacher}"], [f"train.teacher={teacher}", "data.training.max_mb=0.1"])

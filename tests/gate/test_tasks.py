@@ -22,6 +22,12 @@ from qat.model import Model
 WORDS = ["the", "model", "reads", "a", "line", "of", "text", "and", "says", "what", "it", "thinks", "comes", "next"]
 
 
+def test_two_tasks_have_two_names() -> None:
+    tasks.Options(offline={"a": "a.jsonl"}, lm_eval=["b"])
+    with pytest.raises(ValueError, match="a: names of tasks in offline and in lm_eval"):
+        tasks.Options(offline={"a": "a.jsonl"}, lm_eval=["b", "a"])
+
+
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
