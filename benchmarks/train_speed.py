@@ -7,7 +7,8 @@
 Weights, codes and text are random: times do not depend on them. A step is `accumulate` micro-batches of micro x length
 tokens. The baseline is Hugging Face's model with AdamW (fused, state in bfloat16), activation checkpointing in every
 block, next-token loss, no teacher. Ours: LEARNED+resident computes the teacher in each micro-batch, LEARNED+cached
-reads its last hidden states from a file made before (its time is stated apart; its memory counts). As many blocks keep
+reads its last hidden states from a file made before (its time is stated apart; its memory counts); with +packed after
+either, `train.student: packed`. As many blocks keep
 their activations as fit under resident_gb and cached_gb of allocated memory. A mode ends early after `seconds`; the
 number of steps is recorded.
 """
@@ -53,6 +54,9 @@ MODES = [
     "bias,scale+resident",
     "bias,scale+cached",
     "bias,gain,norm+resident",
+    "bias+resident+packed",
+    "bias,scale+resident+packed",
+    "bias,scale+cached+packed",
 ]
 DEFAULTS: dict[str, Any] = {
     "config": "llama3-8b", "layers": 0, "length": 4096, "micro": 1, "accumulate": 4, "steps": 40, "warmup": 5,
@@ -144,7 +148,7 @@ def baseline(config: PretrainedConfig, windows: Tensor, given: dict[str, Any]) -
 
 
 def ours(
-    learned: list[str], cached: bool, config: PretrainedConfig, windows: Tensor, given: dict[str, Any]
+    learned: list[str], cached: bool, packed: bool, config: PretrainedConfig, windows: Tensor, given: dict[str, Any]
 ) -> dict[str, Any]:
     """The step of qat/loop.py."""
     device = torch.device(given["device"])
@@ -159,7 +163,7 @@ def ours(
             facts["cache_seconds"] = time.perf_counter() - start
         options = {kind: plugins.options("qat.learn", kind)() for kind in learned}
         artifact: Any = RandomArtifact(config, given["device"], given["group"])
-        student = Student(model, artifact, options, model.arch.linears)
+        student = Student(model, artifact, options, model.arch.linears, packed=packed)
         held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         free = int(1e9 * (given["cached_gb"] if cached else given["resident_gb"]) - held)
         keep = blocks_to_checkpoint(student, given["micro"], given["length"], free)
@@ -208,9 +212,12 @@ def main(argv: list[str]) -> None:
     shared = {"machine": machine, "layers": config.num_hidden_layers, **{key: given[key] for key in said}}
     plain: float | None = None
     for mode in given["modes"].split(";"):
-        learned, _, source = mode.partition("+")
-        if source not in ("resident", "cached") and mode != "baseline":
-            raise SystemExit(f"mode {mode!r} is not baseline, nor LEARNED+resident or LEARNED+cached")
+        learned, _, how = mode.partition("+")
+        source, _, student = how.partition("+")
+        if mode != "baseline" and (source not in ("resident", "cached") or student not in ("", "packed")):
+            raise SystemExit(
+                f"mode {mode!r} is not baseline, nor LEARNED+resident or LEARNED+cached, nor +packed of these"
+            )
         torch.manual_seed(0)
         if given["device"] == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -218,7 +225,7 @@ def main(argv: list[str]) -> None:
             found = baseline(config, windows, given)
             plain = found["tokens_per_second"]
         else:
-            found = ours(learned.split(","), source == "cached", config, windows, given)
+            found = ours(learned.split(","), source == "cached", student == "packed", config, windows, given)
         ratio = None if plain is None else found["tokens_per_second"] / plain
         results.append({**shared, "mode": mode, "ratio": ratio, **found})
         path.parent.mkdir(parents=True, exist_ok=True)

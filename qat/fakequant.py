@@ -1,8 +1,8 @@
 """A linear whose codes are frozen and whose bias, scales... are learned: y = x W^T + bias.
 
-The weight is dequantized once, or once per step when something in it is learned, never per pass. Backward is written
-out: small gradients are added in float32 to the views in `grads`, and a gradient of the weight (a product as large as
-the forward pass) is formed only for what needs one.
+The weight is dequantized once, or once per step when something in it is learned; one that is kept packed, in every
+pass. Backward is written out: small gradients are added in float32 to the views in `grads`, and a gradient of the
+weight (a product as large as the forward pass) is formed only for what needs one.
 
     learned          added to grads, G = dL/dy (tokens, N)                                 weight gradient
     bias             sum_t G[t, n]                                                         no
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from qat.packed import PackedWeight
 from qat.quant import Quantized, dequantize, fake_quant_cache, fake_quant_input, signed_codes
 from qat.scheme import TensorFormat
 
@@ -137,18 +138,19 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, linear: CompensatedLinear) -> Tensor:
-        y = F.linear(x, linear.weight, linear.bias)
+        weight = linear.dense()
+        y = F.linear(x, weight, linear.bias)
         learned = linear.grads
         ctx.linear = linear
-        ctx.save_for_backward(
-            linear.weight, x if any(k in learned for k in WEIGHT) else None, y if ROW in learned else None
-        )
+        kept = weight if linear.packed is None else None  # a packed one is dequantized again
+        ctx.save_for_backward(kept, x if any(k in learned for k in WEIGHT) else None, y if ROW in learned else None)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         weight, x, y = ctx.saved_tensors
         linear: CompensatedLinear = ctx.linear
+        weight = linear.dense() if weight is None else weight
         flat = grad.flatten(0, -2)  # (tokens, N)
         learned = linear.grads
         if "bias" in learned:
@@ -159,33 +161,48 @@ class _Linear(torch.autograd.Function):
                 total -= linear.bias * flat.sum(0, dtype=total.dtype)
             learned[ROW].add_(total)
         if x is not None:
-            linear.add_weight_grads(flat.t() @ x.flatten(0, -2))
+            linear.add_weight_grads(flat.t() @ x.flatten(0, -2), weight)
         return (grad @ weight if ctx.needs_input_grad[0] else None), None, None
 
 
 class CompensatedLinear(nn.Module):
     """Takes the place of a linear in the student.
 
-    weight: (N, K), frozen, in the dtype of the computation. bias: (N,) or None. signed: codes less zero points, int8
-    (N, K / g, g), when the weight is remade by `refresh`, else None. scale: float32 (N, K / g), as `signed`.
-    grads: where backward adds, float32: bias (N,), row (N,), scale and zero (N, K / g), codes (N, K).
+    weight: (N, K), frozen, in the dtype of the computation; None when it is `packed`. bias: (N,) or None. signed: codes
+    less zero points, int8 (N, K / g, g), when the weight is remade by `refresh`, else None. scale: float32 (N, K / g),
+    of a weight that is remade or packed. grads: where backward adds, float32: bias (N,), row (N,), scale and zero
+    (N, K / g), codes (N, K), the last two not of a packed weight.
     """
 
-    def __init__(self, q: Quantized, fmt: TensorFormat, remade: bool, dtype: torch.dtype) -> None:
+    weight: Tensor
+
+    def __init__(self, q: Quantized, fmt: TensorFormat, remade: bool, dtype: torch.dtype, packed: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(dequantize(q, fmt).to(dtype), requires_grad=False)
+        self.dtype = dtype
+        self.packed = PackedWeight(q, fmt) if packed else None
+        dense = None if packed else nn.Parameter(dequantize(q, fmt).to(dtype), requires_grad=False)
+        self.register_parameter("weight", dense)
         self.signed: Tensor | None = None
-        if remade:
+        if remade and not packed:
             self.signed = signed_codes(q).to(torch.int8).view(*q.scale.shape, -1)
-        self.scale = q.scale if remade else None
+        self.scale = q.scale if remade or packed else None
         self.rows = slice(None)
         self.bias: Tensor | None = None
         self.grads: dict[str, Tensor] = {}
         self.input_format: TensorFormat | None = None
         self.input_scale: Tensor | None = None
 
+    def dense(self) -> Tensor:
+        """The weight (N, K) with the current scale."""
+        if self.packed is None:
+            return self.weight
+        assert self.scale is not None
+        return self.packed.dequantize(self.scale, self.dtype)
+
     def refresh(self, signed: Tensor | None = None) -> None:
         """Dequantize again, in place, with the current `scale`. signed: codes less zero points where they changed."""
+        if self.packed is not None:
+            return
         signed = self.signed if signed is None else signed
         assert signed is not None and self.scale is not None
         with torch.no_grad():
@@ -199,13 +216,13 @@ class CompensatedLinear(nn.Module):
         if self.signed is not None:
             self.signed = self.signed[rows].clone()
 
-    def add_weight_grads(self, weight_grad: Tensor) -> None:
-        """Reduce dL/dW (N, K) to the gradients of what is learned in the weight."""
+    def add_weight_grads(self, weight_grad: Tensor, weight: Tensor) -> None:
+        """Reduce dL/dW (N, K) to the gradients of what is learned in the weight (N, K)."""
         assert self.scale is not None
         by_group = weight_grad.view(*self.scale.shape, -1)
         learned = self.grads
         if "scale" in learned:  # the codes are W / S, so they need not be at hand
-            total = (by_group * self.weight.view(by_group.shape)).sum(-1, dtype=learned["scale"].dtype)
+            total = (by_group * weight.view(by_group.shape)).sum(-1, dtype=learned["scale"].dtype)
             learned["scale"].add_(total.div_(self.scale))
         if "zero" in learned:
             learned["zero"].sub_(by_group.sum(-1, dtype=learned["zero"].dtype).mul_(self.scale))
@@ -215,6 +232,6 @@ class CompensatedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.input_format is not None:
             x = FakeQuantInput.apply(x, self.input_format, self.input_scale)
-        if not self.grads or not torch.is_grad_enabled():
-            return F.linear(x, self.weight, self.bias)
+        if not torch.is_grad_enabled() or not (self.grads or self.packed):
+            return F.linear(x, self.dense(), self.bias)
         return _Linear.apply(x, anchor(x), self)

@@ -76,7 +76,8 @@ def _gate(recipe: Recipe, root: dict[str, Any]) -> dict[str, Any]:
     return {"checks": checks, "text": root["evaluation"], "compute": recipe.compute.dtype}
 
 
-NO_EFFECT = ("save_every", "checkpoint", "cuda_graph", "trackers")  # keys of train that do not decide its result
+# keys of train that do not decide its result
+NO_EFFECT = ("save_every", "checkpoint", "cuda_graph", "student", "trackers")
 
 
 def _steps(variant: str | None, recipe: Recipe, root: dict[str, Any], first: int) -> list[Step]:

@@ -56,8 +56,8 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
     memory  0.6 GB for the process, and
             calibrate  the largest block and R at a, hidden states T h a for one or two streams (what is over
                        compute.activation_gb goes to disk)
-            train      both models: a (2 N + R) + N; block inputs (blocks + 8) m h a; four logits 4 m V;
-                       BYTES_PER_WEIGHT of what is learned
+            train      both models: a (2 N + R) + N, with a packed student a (N + R) + N c; block inputs
+                       (blocks + 8) m h a; four logits 4 m V; BYTES_PER_WEIGHT of what is learned
             export     the largest block at 4, R at 2        gate    the largest block and R at a, 0.25 GB, two logits
     time    calibrate 6 N T, train 10 P T (teacher, forward, recomputed forward, backward), gate 2 P T (1 + formats),
             at `rate` operations a second; hashing and writing 0.3 GB a second
@@ -77,7 +77,8 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
         train = recipe.trainings[step.turn]
         m = (train.micro_batch or train.batch) * train.length
         learned = sum(plugins.stated("qat.learn", kind, "BYTES_PER_WEIGHT") or 0 for kind in train.learn)
-        memory = a * (2 * linear + rest) + (1 + learned) * linear
+        student = code if train.student == "packed" else a + 1
+        memory = a * (linear + rest) + (student + learned) * linear
         memory += (blocks + 8) * m * model.hidden * a + 16 * m * model.vocabulary
         disk = 16 * linear / group + learned * linear / 2
         if train.teacher != "resident" and recipe.data.training:

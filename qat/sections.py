@@ -190,6 +190,11 @@ class Train(Section):
         description="resident: the parent in memory; hidden: its last hidden states on disk; K: its K likeliest tokens "
         "on disk (the rest counts as one: a lower bound of kl)",
     )
+    student: Literal["dequantized", "packed"] = Field(
+        "dequantized",
+        description="packed: frozen weights in memory as codes, dequantized in every pass; the same numbers, 4 bits a "
+        "weight instead of 16 (24 with scales); not where codes or zero points are learned",
+    )
     steps: int = Field(200, gt=0, description="optimizer steps")
     batch: int = Field(8, gt=0, description="sequences in a step, over all ranks")
     micro_batch: int | None = Field(None, gt=0, description="sequences at once on a device; null takes batch")
@@ -274,6 +279,10 @@ class Train(Section):
         if isinstance(self.teacher, int) and "hidden" in self.loss:
             why = f"{self.teacher} keeps likely tokens only, but the loss hidden needs states: take resident or hidden"
             lines.append(problem(("teacher",), why))
+        moved = [kind for kind in self.learn if plugins.stated("qat.learn", kind, "PART") in ("zero", "codes")]
+        if self.student == "packed" and moved:
+            why = f"packed keeps codes and zero points as they are, but {' and '.join(moved)} learns them"
+            lines.append(problem(("student",), f"{why}: take dequantized"))
         if self.patience and not self.validate_every:
             lines.append(problem(("patience",), "counts validations: set validate_every too"))
         if self.validate_every and self.validate_every > self.steps:

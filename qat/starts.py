@@ -73,7 +73,7 @@ def correct_means(student: Student, windows: Tensor, skip_tokens: int) -> None:
                 if f"{name}.bias" in known:
                     goal += parents.get(f"{name}.bias").to(mean.device).float()
                 goal *= rows[:, 0]
-                views[name].copy_(goal - whole(student.linears[name].weight).float() @ mean)
+                views[name].copy_(goal - whole(student.linears[name].dense()).float() @ mean)
             if counts:
                 student.refresh()
                 outputs = [student.run_block(index, state) for state in states]

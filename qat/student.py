@@ -23,7 +23,8 @@ class Student(Model):
 
     learn: options by learnable (a file of qat/learn); its numbers are `delta[learnable]`, one flat float32 parameter.
     slots: linears of a block (`mlp.down_proj`...) whose bias the target engines load. Embedding, final norm and head
-    are the teacher's own tensors. prepare: as of `Model`. A step is
+    are the teacher's own tensors. prepare: as of `Model`. packed: keep weights as codes, where neither codes nor zero
+    points are learned. A step is
 
         refresh()   deltas -> what would be exported -> every linear and norm, in place
         backward    of any number of micro-batches: adds to `parts[...].grad`
@@ -39,8 +40,10 @@ class Student(Model):
         learn: Mapping[str, Any],
         slots: Collection[str],
         prepare: Callable[[int, nn.Module], None] | None = None,
+        packed: bool = False,
     ) -> None:
         super().__init__(teacher.config, artifact, teacher.device, teacher.dtype, resident=True)
+        self.packed = packed
         self.teacher, self.artifact, self.learn = teacher, artifact, dict(learn)
         self.modules = {kind: plugins.find("qat.learn", kind) for kind in sorted(learn)}
         self.linears: dict[str, CompensatedLinear] = {}
@@ -78,7 +81,7 @@ class Student(Model):
                 why = "it has no zero points" if fmt.dtype in module.DTYPES else f"it is for {sorted(module.DTYPES)}"
                 raise ValueError(f"train.learn.{kind} does not work on {full}, which is {fmt}: {why}; leave it out")
         q = Quantized(*(None if part is None else part.to(self.device) for part in stored))  # type: ignore[arg-type]
-        linear = CompensatedLinear(q, fmt, any(part in starts for part in WEIGHT), self.dtype)
+        linear = CompensatedLinear(q, fmt, any(part in starts for part in WEIGHT), self.dtype, self.packed)
         if self.artifact.scheme.inputs is not None:
             linear.input_format = self.artifact.scheme.inputs
             static = self.artifact.optional(f"{full}.input_scale")

@@ -56,13 +56,18 @@ def run(
     rows = train.batch // accelerator.num_processes
     micro = min(train.micro_batch or rows, rows)
     sharded = accelerator.distributed_type == DistributedType.FSDP
+    if sharded and train.student == "packed":
+        raise ValueError(
+            "train.student is packed, but this launch splits weights over ranks: take dequantized, or a launch file "
+            "without FSDP"
+        )
     mesh = init_device_mesh(device.type, (accelerator.num_processes,)) if sharded else None
     model = Model(
         parent.config, parent.tensors, device, dtype, resident=True, prepare=Shard(mesh) if mesh is not None else None
     )
     teacher = teacher_of(train, model, corpus, out, accelerator, micro)
     shard = None if mesh is None else Shard(mesh, "norm" in learn)
-    student = Student(model, Artifact(artifact_folder), learn, slots, shard)
+    student = Student(model, Artifact(artifact_folder), learn, slots, shard, train.student == "packed")
     if train.checkpoint == "auto":
         with student.ends():
             own = blocks_to_checkpoint(student, micro, train.length)
@@ -101,8 +106,8 @@ def run(
     if not end <= start:  # NaN is worse too
         rates = {kind: options.rate for kind, options in learn.items()}
         raise ValueError(
-            f"training made the model worse: KL on held-out windows of the training text went from {start:.3g} to "
-            f"{end:.3g}; lower the rates in train.learn ({rates}), or give more text than {corpus.source}"
+            f"training made the model worse: KL on held-out windows of the training text went from {start:.6g} to "
+            f"{end:.6g}; lower the rates in train.learn ({rates}), or give more text than {corpus.source}"
         )
     if history["ended"]:
         report.say(f"train: ended after {len(history['loss'])} steps: {history['ended']}")

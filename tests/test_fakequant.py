@@ -86,16 +86,17 @@ def test_integers_stay_in_their_range_and_gradients_that_lead_out_stop(values: l
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_forward_pass_uses_the_weight_that_is_exported(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_forward_pass_uses_the_weight_that_is_exported(kind: str, dtype: torch.dtype, packed: bool) -> None:
     q, fmt = random_quantized(kind), FORMATS[kind]
-    linear = CompensatedLinear(q, fmt, fmt.is_int, dtype)
+    linear = CompensatedLinear(q, fmt, fmt.is_int, dtype, packed)
     scale = q.scale
     if fmt.is_int:
         linear.scale = scale = scale_to_grid(q.scale * 1.1)
         linear.refresh()
     linear.bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(1)).to(dtype)
     x = torch.randn(2, 5, COLUMNS, generator=torch.Generator().manual_seed(2)).to(dtype)
-    assert torch.equal(linear.weight, slow_weight(q, scale).to(dtype))
+    assert torch.equal(linear.dense(), slow_weight(q, scale).to(dtype))
     assert torch.equal(linear(x), F.linear(x, slow_weight(q, scale).to(dtype), linear.bias))
 
 
@@ -103,11 +104,14 @@ LEARNED = (("bias",), ("row",), ("bias", "row"), ("scale",), ("bias", "scale"), 
 
 
 @pytest.mark.parametrize("kind", INT)
-@pytest.mark.parametrize("learned", LEARNED)
-def test_gradients_are_those_of_a_plain_linear(kind: str, learned: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("learned", "packed"),
+    [(kinds, False) for kinds in LEARNED] + [(kinds, True) for kinds in LEARNED if "codes" not in kinds],
+)
+def test_gradients_are_those_of_a_plain_linear(kind: str, learned: tuple[str, ...], packed: bool) -> None:
     """Autograd through (codes - zero) * scale and F.linear, in float64, twice over (micro-batches add up)."""
     q, fmt = random_quantized(kind), FORMATS[kind]
-    linear = CompensatedLinear(q, fmt, True, torch.float32)
+    linear = CompensatedLinear(q, fmt, True, torch.float32, packed)
     linear.anchor, linear.bias = torch.zeros((), requires_grad=True), torch.randn(ROWS, generator=torch.Generator())
     groups = q.scale.shape[1]
     shapes = {"bias": (ROWS,), "row": (ROWS,), "scale": (ROWS, groups), "zero": (ROWS, groups), "codes": q.codes.shape}
@@ -127,7 +131,26 @@ def test_gradients_are_those_of_a_plain_linear(kind: str, learned: tuple[str, ..
     for name in learned:
         expected = leaves[name].grad
         assert torch.allclose(linear.grads[name].double(), expected, rtol=1e-4, atol=float(expected.abs().max()) * 1e-5)
-    assert linear.weight.grad is None and linear.anchor.grad is None
+    assert linear.anchor.grad is None and (linear.weight is None if packed else linear.weight.grad is None)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("learned", [(), ("bias",), ("scale",)])
+def test_a_packed_linear_keeps_codes_alone_between_passes(kind: str, learned: tuple[str, ...]) -> None:
+    """Neither the module nor what a forward pass saves for backward holds a weight of 16 or 32 bits."""
+    q, fmt = random_quantized(kind), FORMATS[kind]
+    linear = CompensatedLinear(q, fmt, True, torch.bfloat16, packed=True)
+    assert linear.packed is not None and not list(linear.parameters())
+    bytes_per_code = 0.5 if q.codes.dtype == torch.uint8 else 1
+    assert linear.packed.codes.nbytes == bytes_per_code * ROWS * COLUMNS
+    linear.grads = {name: torch.zeros((ROWS,) if name == "bias" else q.scale.shape) for name in learned}
+    saved = list[Tensor]()
+    x = torch.randn(3, COLUMNS, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = linear(x)
+    assert all(t.shape == x.shape for t in saved)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(y) @ linear.dense())
 
 
 def test_an_input_without_gradient_still_trains_the_linear() -> None:

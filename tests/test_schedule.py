@@ -134,6 +134,16 @@ def test_a_cached_teacher_needs_disk_for_each_token(tmp_path: Path, teacher: Any
     assert 1 <= more < 1.2 and small.disk_gb - plain.disk_gb < (cached.disk_gb - plain.disk_gb) / 2
 
 
+def test_a_packed_student_needs_less_memory() -> None:
+    plain, packed = (
+        plan.make(load(["recipe=demo.yaml", "variants={}", "compute.dtype=bfloat16", *more])).rows[1]
+        for more in ([], ["train.student=packed"])
+    )
+    assert plain.needs and packed.needs and plain.key == packed.key, "the result is the same"
+    weights = sizes.of_folder(ROOT / "recipes/demo/model").linear
+    assert (plain.needs.memory_gb - packed.needs.memory_gb) * plan.GB == pytest.approx(weights * (3 - 0.5), rel=1e-6)
+
+
 def test_learning_codes_needs_memory_for_each_weight() -> None:
     plain, codes = (
         plan.make(load(["recipe=demo.yaml", "variants={}", f"train.learn={kind}"])).rows[1].needs

@@ -122,6 +122,18 @@ def test_every_source_of_the_teacher_leaves_the_same_kind_of_artifact(bench: Ben
         assert "artifact.json" in files and not any(f.startswith(("teacher", "resume")) for f in files)
 
 
+@pytest.mark.parametrize(
+    "learn", [RATES, {"bias": {"start": "mean"}, "scale": 3e-3}, {"gain": 3e-3, "norm": 2e-3}, {"scale": 3e-3}]
+)
+def test_a_packed_student_leaves_the_same_bytes(bench: Bench, tmp_path: Path, learn: dict[str, Any]) -> None:
+    plain = run_stage(bench, tmp_path / "plain", learn, checkpoint=1)
+    packed = run_stage(bench, tmp_path / "packed", learn, checkpoint=1, student="packed")
+    assert plain["loss"] == packed["loss"] and plain["kl_end"] == packed["kl_end"]
+    files = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "packed").iterdir())
+    assert all((tmp_path / "plain" / file).read_bytes() == (tmp_path / "packed" / file).read_bytes() for file in files)
+
+
 @pytest.mark.parametrize("start", ["stored", "mean"])
 def test_nothing_to_recover_leaves_the_artifact_as_it_was(bench: Bench, tmp_path: Path, start: str) -> None:
     plain = run_stage(bench, tmp_path / "plain", RATES, steps=1)
@@ -167,7 +179,8 @@ def test_what_training_cannot_do_is_said_before_calibration(
     ({"teacher": 64, "loss": {"kl": 1, "hidden": 1}}, "teacher"), ({"loss": "ce", "temperature": 2}, "temperature"),
     ({"patience": 2}, "patience"), ({"validate_every": 300}, "validate_every"), ({"loss": {"kl": 0}}, "loss.kl"),
     ({"loss": "mse"}, "loss.mse"), ({"teacher": 0}, "teacher.constrained-int"),
-    ({"learn": {"bias": {"rat": 1}}}, "learn.bias.rat"),
+    ({"learn": {"bias": {"rat": 1}}}, "learn.bias.rat"), ({"learn": ["bias", "round"], "student": "packed"}, "student"),
+    ({"learn": "zero", "student": "packed"}, "student"),
 ])  # fmt: skip
 def test_keys_without_effect_and_out_of_range(keys: dict[str, Any], path: str) -> None:
     with pytest.raises(ValidationError) as caught:

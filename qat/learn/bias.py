@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 VERSION = 2  # 2: start: mean knows of a transform before the rounding
 DTYPES = {"int4", "int8", "fp8_e4m3"}
 NEEDS_ZERO = False
-PART, PER = "bias", "value"
+PART = "bias"
+PER = "value"
 
 
 class Options(Section):

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 VERSION = 1
 DTYPES = {"int4", "int8"}
 NEEDS_ZERO = False
-PART, PER = "scale", "row"
+PART = "scale"
+PER = "row"
 
 
 class Options(Section):

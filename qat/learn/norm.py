@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 VERSION = 1
 DTYPES = {"int4", "int8", "fp8_e4m3"}
 NEEDS_ZERO = False
-PART, PER = "norm", "value"
+PART = "norm"
+PER = "value"
 
 
 class Options(Section):

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 VERSION = 2  # 2: a transform before the rounding is part of the residual
 DTYPES = {"int4", "int8"}
 NEEDS_ZERO = False
-PART, PER = "codes", "value"
+PART = "codes"
+PER = "value"
 BYTES_PER_WEIGHT = 35
 
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 VERSION = 1
 DTYPES = {"int4", "int8"}
 NEEDS_ZERO = False
-PART, PER = "scale", "value"
+PART = "scale"
+PER = "value"
 
 
 class Options(Section):

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 VERSION = 1
 DTYPES = {"int4"}
 NEEDS_ZERO = True
-PART, PER = "zero", "value"
+PART = "zero"
+PER = "value"
 
 
 class Options(Section):
