@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gate import _generate
 from gate._generate import Prompt
-from qat.model import WAVE_BYTES, Model
+from qat.model import WAVE_BYTES, Model, Share
 
 VERSION = 2
 PAD, BATCH = 16, 8
@@ -126,10 +126,21 @@ def score(model: Model, examples: Sequence[Example], advance: Callable[[int], An
     results = dict[int, tuple[float, bool]]()
     order = sorted(range(len(flat)), key=lambda n: -len(flat[n].ids))
     for wave in _waves(model, flat, order):
-        _run(model, flat, wave, results)
-        advance(sum(map(len, wave)))
+        _run(model, flat, wave, results, _parts(advance, sum(map(len, wave))))
     ordered = iter(results[n] for n in range(len(flat)))
     return [_judge(example, [next(ordered) for _ in example.requests]) for example in examples]
+
+
+def _parts(advance: Callable[[int], Any], count: int) -> Share:
+    """Tells of a part of the blocks as of so many of `count` requests."""
+    told = 0
+
+    def within(share: float) -> None:
+        nonlocal told
+        advance(int(share * count) - told)
+        told = int(share * count)
+
+    return within
 
 
 def _judge(example: Example, results: Sequence[tuple[float, bool]]) -> float:
@@ -161,7 +172,11 @@ def _padded(flat: Sequence[Request], batch: Sequence[int]) -> int:
 
 @torch.no_grad()
 def _run(
-    model: Model, flat: Sequence[Request], wave: Sequence[Sequence[int]], results: dict[int, tuple[float, bool]]
+    model: Model,
+    flat: Sequence[Request],
+    wave: Sequence[Sequence[int]],
+    results: dict[int, tuple[float, bool]],
+    progress: Share,
 ) -> None:
     with model.ends():
         states = []
@@ -170,9 +185,7 @@ def _run(
             for row, n in enumerate(batch):
                 ids[row, : len(flat[n].ids)] = torch.tensor(flat[n].ids)
             states.append(model.embed(ids))
-    for index in range(len(model.blocks)):
-        with model.block(index):
-            states = [model.run_block(index, state) for state in states]
+    states = model.through(states, progress)
     with model.ends():
         for batch, state in zip(wave, states, strict=True):
             for row, n in enumerate(batch):

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from qat import manifest
 from qat.artifact import is_whole, save_whole
-from qat.model import WAVE_BYTES, Model
+from qat.model import WAVE_BYTES, Model, Share
 
 VERSION = 2  # raised when the numbers change
 LOGIT_BYTES = 256 * 2**20  # float32 logits, and what is computed from them, alive at once
@@ -158,7 +158,8 @@ def measure_many(
         store = None
     for number, wave in enumerate(windows.split(per_wave)):
         start = time.perf_counter()
-        reference = _parent_states(parent, wave, batch, store / f"{number:05d}.safetensors" if store else None)
+        file = store / f"{number:05d}.safetensors" if store else None
+        reference = _parent_states(parent, wave, batch, file, _within(progress, "parent", own, wave, windows))
         _compare(parent, parent, reference, reference, wave, own)
         own.seconds += time.perf_counter() - start
         if not all(map(math.isfinite, own.nll)):
@@ -166,18 +167,18 @@ def measure_many(
         _report(progress, "parent", own, windows)
         for name, candidate in candidates.items():
             start = time.perf_counter()
-            states = list(candidate.hidden(wave, batch))
+            states = list(candidate.hidden(wave, batch, _within(progress, name, others[name], wave, windows)))
             _compare(parent, candidate, reference, states, wave, others[name])
             others[name].seconds += time.perf_counter() - start
             _report(progress, name, others[name], windows)
     return own, others
 
 
-def _parent_states(parent: Model, wave: Tensor, batch: int, file: Path | None) -> list[Tensor]:
+def _parent_states(parent: Model, wave: Tensor, batch: int, file: Path | None, progress: Share) -> list[Tensor]:
     """The parent's last hidden states (1, length, hidden) of each window of a wave, from `file` when it is there."""
     if file is not None and is_whole(file):
         return list(load_file(file, device=str(parent.device))["hidden"].split(1))
-    states = list(parent.hidden(wave, batch))
+    states = list(parent.hidden(wave, batch, progress))
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with manifest.whole(file) as part:
@@ -188,6 +189,16 @@ def _parent_states(parent: Model, wave: Tensor, batch: int, file: Path | None) -
 def _report(progress: Progress | None, name: str, measurement: Measurement, windows: Tensor) -> None:
     if progress:
         progress(name, len(measurement.nll), len(windows))
+
+
+def _within(progress: Progress | None, name: str, measurement: Measurement, wave: Tensor, windows: Tensor) -> Share:
+    """Reports part of a wave that has been through part of the blocks as some of its windows, all but the last."""
+
+    def told(share: float) -> None:
+        if progress:
+            progress(name, len(measurement.nll) + int(share * (len(wave) - 1)), len(windows))
+
+    return told
 
 
 def _check_windows(parent: Model, windows: Tensor) -> None:

@@ -20,6 +20,7 @@ from qat.checkpoint import IGNORED, Tensors
 from qat.experts import split_experts
 
 WAVE_BYTES = 256 * 2**20  # activations kept at once by `hidden`
+Share = Callable[[float], Any]  # told the share of the blocks that a wave of activations has been through
 STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
@@ -221,7 +222,16 @@ class Model:
         return self.blocks[index](hidden, **(self.kwargs(hidden.shape[1])[index] | extra))
 
     @torch.no_grad()
-    def hidden(self, windows: Tensor, batch: int = 8) -> Iterator[Tensor]:
+    def through(self, states: list[Tensor], progress: Share | None = None) -> list[Tensor]:
+        """Hidden states (batch, length, hidden) after all blocks, each of which is read once."""
+        for index in range(len(self.blocks)):
+            with self.block(index):
+                states = [self.run_block(index, state) for state in states]
+            if progress:
+                progress((index + 1) / len(self.blocks))
+        return states
+
+    def hidden(self, windows: Tensor, batch: int = 8, progress: Share | None = None) -> Iterator[Tensor]:
         """The last block's output (1, length, hidden) of each window of ids (num_windows, length), streamed by block.
 
         Windows go through together in waves of at most WAVE_BYTES of activations, so each block is read once a wave.
@@ -231,8 +241,5 @@ class Model:
         for start in range(0, len(windows), per_wave):
             with self.ends():
                 states = [self.embed(ids) for ids in windows[start : start + per_wave].split(batch)]
-            for index in range(len(self.blocks)):
-                with self.block(index):
-                    states = [self.run_block(index, state) for state in states]
-            for state in states:
+            for state in self.through(states, progress):
                 yield from state.split(1)
