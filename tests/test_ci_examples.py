@@ -95,6 +95,26 @@ def test_the_steps_of_the_github_example(tmp_path: Path, environment: dict[str, 
     assert left == [] and execute(steps["summary"]["run"], environment).returncode == 1
 
 
+def test_the_github_example_keeps_the_release_of_every_variant(environment: dict[str, str]) -> None:
+    """GitHub takes the last of several lines that set the same output."""
+    workflow = yaml.safe_load((EXAMPLES / "github.yml").read_text())
+    environment = given(workflow["env"], environment)
+    run = Path(environment["OUTPUT"]) / environment["NAME"]
+    run.mkdir(parents=True)
+    paths = {
+        "int4/awq": "release-0/int4/awq",
+        "int4/gptq": "release-0/int4/gptq",
+        "fp8/modelopt": "release-0/fp8/modelopt",
+    }
+    exports = {name: {"path": path, "released": True} for name, path in paths.items()}
+    exports["int8/dense"] = {"path": "export-1/dense", "released": False}
+    (run / "summary.json").write_text(json.dumps({"exports": exports}))
+    (step,) = (step for step in workflow["jobs"]["release"]["steps"] if step.get("id") == "release")
+    done = execute(step["run"], environment)
+    assert done.returncode == 0, done.stderr
+    assert Path(environment["GITHUB_OUTPUT"]).read_text() == f"path={run / 'release-0'}\n"
+
+
 @pytest.mark.slow
 def test_the_steps_of_the_gitlab_example(tmp_path: Path, environment: dict[str, str]) -> None:
     job = yaml.safe_load((EXAMPLES / "gitlab.yml").read_text())["release"]
