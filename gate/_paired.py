@@ -46,12 +46,15 @@ def gain(name: str, measured: dict[str, Any], parent: dict[str, Any], sampling: 
     """Mean score on the task `name` less the parent's, paired by example.
 
     Of a state that computes what the parent computes (KL 0) it is 0 and nothing is left to chance. Else, where no
-    score changed, the interval is what so many examples can have missed. Raises ValueError for different numbers.
+    score changed, the interval is what so many examples can have missed. Scores are from 0 to 1, so no end is farther
+    than 1 from 0. Raises ValueError for different numbers.
     """
     pairs = zip(measured["tasks"][name]["scores"], parent["tasks"][name]["scores"], strict=True)
     changes = [ours - theirs for ours, theirs in pairs]
     if any(changes) or measured["kl"] == 0:
-        return interval(changes, sampling)
+        found = interval(changes, sampling)
+        low, high = (None if end is None else min(max(end, -1.0), 1.0) for end in (found.low, found.high))
+        return found._replace(low=low, high=high)
     return unchanged(len(changes), sampling)
 
 

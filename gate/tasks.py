@@ -44,6 +44,8 @@ class Options(Section):
     def _names(self) -> Options:
         if both := sorted(self.offline.keys() & set(self.lm_eval)):
             raise ValueError(f"{', '.join(both)}: names of tasks in offline and in lm_eval; give the file another name")
+        if self.max_drop is not None and not (self.offline or self.lm_eval):
+            raise ValueError("max_drop has no task to bound; name one in offline or lm_eval, or leave it out")
         return self
 
 

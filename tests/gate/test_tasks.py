@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
-from gate import _examples, _lm_eval, stage, tasks
+from gate import _examples, _lm_eval, _paired, stage, tasks
 from gate._bootstrap import Sampling
 from qat.checkpoint import SafetensorsFolder
 from qat.micro import make_micro
@@ -172,28 +172,39 @@ def test_tasks_are_remembered_by_content(micro: Path, tmp_path: Path, monkeypatc
 
 
 def test_drops_are_judged_by_example() -> None:
+    named = {"t": "t.jsonl"}
+
     def state(right: int, kl: float = 0.1, count: int = 400) -> dict[str, Any]:
         scores = [1.0] * right + [0.0] * (count - right)
         return {"kl": kl, "tasks": {"t": {"metric": "acc", "score": right / count, "scores": scores}}}
 
     def outcome(ours: int, max_drop: float) -> str:
-        options = tasks.Options(max_drop=max_drop)
+        options = tasks.Options(offline=named, max_drop=max_drop)
         (check,) = tasks.judge(state(ours), state(300), options, Sampling(resamples=2000))
         assert check.name == "tasks.t.max_drop" and check.value == pytest.approx((300 - ours) / 400)
         return check.outcome
 
     assert [outcome(300, bound) for bound in (0.0, 0.01, 0.02)] == ["undecided", "undecided", "passed"]
-    bound, sampling = tasks.Options(max_drop=0.01), Sampling()
+    bound, sampling = tasks.Options(offline=named, max_drop=0.01), Sampling()
     (few,) = tasks.judge(state(1, count=2), state(1, count=2), bound, sampling)
     assert few.outcome == "undecided" and few.needed is not None and 500 < few.needed < 550
     for count, says in ((few.needed - 5, "undecided"), (few.needed, "passed")):
         (check,) = tasks.judge(state(1, count=count), state(1, count=count), bound, sampling)
         assert check.outcome == says, "what would decide does"
-    (copy,) = tasks.judge(state(1, kl=0.0, count=2), state(1, count=2), tasks.Options(max_drop=0.0), sampling)
+    exact = tasks.Options(offline=named, max_drop=0.0)
+    (copy,) = tasks.judge(state(1, kl=0.0, count=2), state(1, count=2), exact, sampling)
     assert copy.outcome == "passed" and copy.value == 0, "a copy of the parent computes what it computes"
     assert [outcome(280, bound) for bound in (0.01, 0.05, 0.10)] == ["failed", "undecided", "passed"]
     assert outcome(310, 0.0) == "passed"
     assert tasks.judge(state(1), state(300), tasks.Options(), Sampling()) == []
+    gain = _paired.gain("t", state(1, count=2), state(0, count=2), Sampling())
+    assert (gain.value, gain.low, gain.high) == (0.5, -1, 1), "no more can be lost or won than all questions"
+
+
+def test_a_bound_that_no_task_is_held_to_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_drop has no task to bound; name one in offline or lm_eval"):
+        tasks.Options(max_drop=0.01)
+    assert tasks.Options(lm_eval=["arc_easy"], max_drop=0.01).max_drop == 0.01
 
 
 def test_lm_eval_that_is_not_installed_is_said(micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
