@@ -59,8 +59,9 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
             train      both models: a (2 N + R) + N, with a packed student a (N + R) + N c; block inputs
                        (blocks + 8) m h a; four logits 4 m V; BYTES_PER_WEIGHT of what is learned
             export     the largest block at 4, R at 2        gate    the largest block and R at a, 0.25 GB, two logits
-    time    calibrate 6 N T, train 10 P T (teacher, forward, recomputed forward, backward), gate 2 P T (1 + formats),
-            at `rate` operations a second; hashing and writing 0.3 GB a second
+    time    calibrate 6 N T, with the windows that the steps of `learned` look at in T; train 10 P T (teacher, forward,
+            recomputed forward, backward), gate 2 P T (1 + formats), at `rate` operations a second; hashing and writing
+            0.3 GB a second
     """
     formats = recipe.scheme.formats
     code = max(fmt.bits for fmt in formats) / 8
@@ -72,7 +73,9 @@ def needs(step: Step, recipe: Recipe, model: Sizes, rate: float, on_gpu: bool = 
         disk = linear * code + 5 * linear / group + 2 * rest
         states, room = 2 * tokens * model.hidden * a, recipe.compute.activation_gb * 2**30
         memory: float = a * (model.largest_block + rest) + min(states, room)
-        return _needs(disk + max(0, states - room), memory, 6 * linear * tokens, rate)
+        rounding = recipe.calibrate.round.options
+        looked_at = getattr(rounding, "steps", 0) * getattr(rounding, "batch", 0) * recipe.data.calibration.length
+        return _needs(disk + max(0, states - room), memory, 6 * linear * (tokens + looked_at), rate)
     if step.kind == "train":
         train = recipe.trainings[step.turn]
         m = (train.micro_batch or train.batch) * train.length

@@ -27,6 +27,7 @@ from qat.recipe import RecipeError, load
 from qat.stages import Run
 from tests.test_observe import make as make_model
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 HIDDEN, INNER, VOCABULARY, BLOCKS = 128, 256, 96, 2
 CONFIG = {"model_type": "llama", "num_hidden_layers": BLOCKS, "vocab_size": VOCABULARY, "hidden_size": HIDDEN}
 SHAPES = {
@@ -124,6 +125,20 @@ def test_estimates_cover_what_the_files_take(model: Path) -> None:
     assert once and twice and once.seconds < twice.seconds and once.memory_gb == twice.memory_gb
     short, long = (plan.make(load(["recipe=small.yaml", f"train.length={n}"])).rows[1].needs for n in (128, 256))
     assert short and long and short.memory_gb < long.memory_gb
+
+
+def test_the_steps_of_learned_rounding_take_time(model: Path, fake_root: Path) -> None:
+    shutil.copy(REPOSITORY / "calibrate" / "round" / "learned.py", fake_root / "calibrate" / "round")
+
+    def seconds(rounding: str) -> float:
+        needed = plan.make(load(["recipe=small.yaml", f"calibrate.round={rounding}"])).rows[0].needs
+        assert needed
+        return needed.seconds
+
+    nearest, some, more = map(seconds, ("nearest", "{name: learned, steps: 100}", "{name: learned, steps: 200}"))
+    rate = float(plan.make(load(["recipe=small.yaml"])).rate.split()[0])
+    each = 6 * sizes.of_folder(model).linear * 100 * 8 * 16 / rate  # 100 steps of 8 windows of 16 tokens
+    assert some - nearest == pytest.approx(each) and more - some == pytest.approx(each)
 
 
 def test_a_full_disk_is_refused_with_both_numbers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
