@@ -30,9 +30,9 @@ def did_you_mean(word: object, known: Iterable[str], also: Mapping[str, str] = N
 
 
 class Section(BaseModel):
-    """A part of a recipe: frozen, and an unknown key is an error that names the known ones."""
+    """A part of a recipe: frozen, its numbers finite, and an unknown key is an error that names the known ones."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="wrap")
     @classmethod

@@ -37,6 +37,15 @@ def test_a_recipe_is_its_own_dump(fake_root: Path) -> None:
     assert recipe.name == "small" and recipe.folder == Path("runs/small")
 
 
+@pytest.mark.parametrize(
+    "key", ["gate.perplexity.max_relative_increase", "compute.activation_gb", "data.calibration.max_mb", "train.enough"]
+)
+def test_numbers_are_finite(fake_root: Path, key: str) -> None:
+    for number in (".inf", ".nan"):
+        (line,) = complaint(f"{key}={number}")
+        assert line.startswith(f"{key}: input should be a finite number")
+
+
 def test_all_errors_come_at_once_with_their_paths_and_a_suggestion(fake_root: Path) -> None:
     lines = complaint(
         "modle.x=1",
