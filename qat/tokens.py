@@ -103,8 +103,12 @@ def draw(
 
 
 def fingerprint(ids: Tensor) -> str:
-    """sha256 of the token ids: equal for equal data, whatever file it came from."""
-    return hashlib.sha256(ids.to(torch.int32).contiguous().numpy().tobytes()).hexdigest()[:16]
+    """sha256 of the shape and the token ids: equal for equal windows, whatever file they came from.
+
+    The same tokens in windows of another length are another text: each window begins without a past.
+    """
+    data = str(tuple(ids.shape)).encode() + ids.to(torch.int32).contiguous().numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def batches(corpus: Tensor, batch: int, seed: int, step: int) -> Tensor:

@@ -68,6 +68,8 @@ def test_a_seed_draws_other_windows_and_another_fingerprint(tmp_path: Path) -> N
     source = numbered(tmp_path, 1000)
     made = [windows(Positions(), source, 10, 20, seed) for seed in (None, 0, 1)]
     assert len({corpus.fingerprint for corpus in made}) == 3
+    assert windows(Positions(), source, 20, 10).windows.flatten().equal(made[0].windows.flatten())
+    assert windows(Positions(), source, 20, 10).fingerprint != made[0].fingerprint, "windows begin without a past"
     # the same tokens from another file are the same text
     (tmp_path / "copy.txt").write_text(Path(source.source).read_text())
     assert windows(Positions(), Text(source=str(tmp_path / "copy.txt")), 10, 20, 1).fingerprint == made[2].fingerprint

@@ -145,6 +145,19 @@ def test_fp8_artifact_and_export_are_measured_with_the_same_quantized_inputs(tin
         assert found["states"]["export"]["kl"] > 0
 
 
+def test_the_same_tokens_in_shorter_windows_are_measured_again(tiny: SimpleNamespace, tmp_path: Path) -> None:
+    states = [stage.plain_state("parent", tiny.parent), stage.plain_state("awq", exported(tiny, "awq").directory)]
+    halves = tiny.windows.reshape(2 * len(tiny.windows), -1)
+    stage.measure_all(states[0], states[1:], tiny.windows, tmp_path / "one")
+    for some in (states[:1], states):  # parent's states and both measurements are remembered of the longer windows
+        again = stage.measure_all(states[0], some[1:], halves, tmp_path / "one")["states"]
+        fresh = stage.measure_all(states[0], some[1:], halves, tmp_path / str(len(some)))["states"]
+        for name in fresh:
+            assert (
+                again[name]["windows"] == fresh[name]["windows"] and again[name]["num_tokens"] == halves[:, 1:].numel()
+            )
+
+
 def test_names_are_unique(tiny: SimpleNamespace) -> None:
     state = stage.plain_state("parent", tiny.parent)
     with pytest.raises(ValueError, match="different names"):
