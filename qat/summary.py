@@ -36,5 +36,7 @@ def read(folder: Path) -> dict[str, Any]:
     found = manifest.read_json(folder / FILE)
     manifest.shaped(Summary, found, folder / FILE)
     if not found["stages"]:
-        raise ValueError(f"{folder} has no finished stage (status {found['status']}); finish that run first")
+        before = found.get("last_released")
+        way = f"finish that run first, or give the release of the run before it, {folder / before}" if before else ""
+        raise ValueError(f"{folder} has no finished stage (status {found['status']}); {way or 'finish that run first'}")
     return found

@@ -274,6 +274,7 @@ BAD = {  # summary.json of a folder -> what is said of it
     '{"status": "x", "exports": {}, "verdict": null, "stages": [{"key": 1}]}': "stages.0.name: field required",
     '{"status": "x", "exports": {"a": 5}, "verdict": null, "stages": []}': "exports.a: ",
     '{"status": "failed", "exports": {}, "verdict": null, "stages": []}': "has no finished stage (status failed)",
+    '{"status": "failed", "exports": {}, "verdict": null, "stages": [], "last_released": "release-1"}': "/release-1",
     f'{{"status": "x", "exports": {{}}, "verdict": null, "stages": [{STAGE}]}}': "",
 }
 
