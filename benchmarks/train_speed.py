@@ -7,10 +7,9 @@
 Weights, codes and text are random: times do not depend on them. A step is `accumulate` micro-batches of micro x length
 tokens. The baseline is Hugging Face's model with AdamW (fused, state in bfloat16), activation checkpointing in every
 block, next-token loss, no teacher. Ours: LEARNED+resident computes the teacher in each micro-batch, LEARNED+cached
-reads its last hidden states from a file made before (its time is stated apart; its memory counts); with +packed after
-either, `train.student: packed`. As many blocks keep
-their activations as fit under resident_gb and cached_gb of allocated memory. A mode ends early after `seconds`; the
-number of steps is recorded.
+reads its last hidden states from a file made before (its time is stated apart; its memory counts); +packed after that
+is `train.student: packed`. As many blocks keep their activations as fit under resident_gb and cached_gb of allocated
+memory. A mode ends early after `seconds`; the number of steps is recorded.
 """
 
 from __future__ import annotations
