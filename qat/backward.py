@@ -175,10 +175,12 @@ def kept_bytes(student: Student, batch: int, length: int) -> int:
     """Bytes that one block keeps for backward, measured on a forward pass of zeros (batch, length, hidden)."""
     shape = (batch, length, student.config.hidden_size)
     hidden = torch.zeros(shape, device=student.device, dtype=student.dtype, requires_grad=True)
-    held = {p.untyped_storage().data_ptr() for p in student.root.parameters() if not p.is_meta}
+    block = student.blocks[0]
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
+        # asked for here, as weights that are split over ranks are only whole while their block runs
+        held = {p.untyped_storage().data_ptr() for p in block.parameters()}
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in held:
             kept[storage.data_ptr()] = storage.nbytes()

@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType, PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import ProjectConfiguration, parse_flag_from_env
 from torch.distributed.device_mesh import init_device_mesh
 
 from qat import loop, plugins, report
@@ -55,7 +55,8 @@ def run(
     learn: dict[str, Any] = {kind: options for kind, options in train.learn.items() if kind != "bias" or slots}
     rows = train.batch // accelerator.num_processes
     micro = min(train.micro_batch or rows, rows)
-    sharded = accelerator.distributed_type == DistributedType.FSDP
+    # of the launch file; accelerator.distributed_type says FSDP on GPUs only
+    sharded = parse_flag_from_env("ACCELERATE_USE_FSDP") and accelerator.num_processes > 1
     if sharded and train.student == "packed":
         raise ValueError(
             "train.student is packed, but this launch splits weights over ranks: take dequantized, or a launch file "
@@ -129,6 +130,7 @@ def run(
         "overlap": corpus.overlap,
         "checkpointed_blocks": checkpointed,
         "cuda_graph": graph,
+        "sharded": sharded,
         "seconds_per_step": median(b - a for a, b in pairwise(ends)) if len(ends) > 1 else None,
         "ended": history["ended"],
         "validation": history["validation"],

@@ -66,6 +66,11 @@ if accelerator.is_main_process:
 leave()
 """
 
+SHORT = [
+    "calibrate.round=nearest", "data.calibration.sequences=2", "data.evaluation=null", "export.formats=[dense]",
+    "train.steps=3", "train.batch=2", "train.length=32", "train.student=dequantized",
+]  # fmt: skip
+
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -102,6 +107,28 @@ def test_split_weights_train_what_whole_ones_train(tmp_path: Path) -> None:
         for kind, numbers in whole["deltas"].items():
             ours, theirs = torch.tensor(split["deltas"][kind]), torch.tensor(numbers)
             assert (ours - theirs).norm() <= 0.05 * theirs.norm(), kind  # Adam follows signs of next to nothing
+
+
+@pytest.mark.slow
+def test_the_command_shares_weights_when_the_launch_file_says_so(tmp_path: Path) -> None:
+    def trained(file: str) -> dict:
+        config = (ROOT / "recipes/accelerate" / file).read_text().replace("use_cpu: false", "use_cpu: true")
+        (tmp_path / file).write_text(config.replace("gpu_ids: all\n", "").replace("MULTI_GPU", "MULTI_CPU"))
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / file)]
+        recipe = ["recipe=demo.yaml", f"output={tmp_path / file}.runs", "variants={}", "gate=null", *SHORT]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*launch, "--num_processes=2", "qat/train.py", *recipe],
+            cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        summary = json.loads((tmp_path / f"{file}.runs/demo/summary.json").read_text())
+        return next(stage["metrics"] for stage in summary["stages"] if stage["name"] == "train")
+
+    whole, split = trained("2gpus.yaml"), trained("8gpus_sharded.yaml")
+    assert (whole["sharded"], split["sharded"]) == (False, True)
+    assert split["loss"] == pytest.approx(whole["loss"], rel=2e-3)
+    assert split["checkpointed_blocks"] == whole["checkpointed_blocks"] == 0
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes/accelerate").glob("*.yaml")), ids=lambda path: path.stem)
