@@ -8,8 +8,9 @@ Weights, codes and text are random: times do not depend on them. A step is `accu
 tokens. The baseline is Hugging Face's model with AdamW (fused, state in bfloat16), activation checkpointing in every
 block, next-token loss, no teacher. Ours: LEARNED+resident computes the teacher in each micro-batch, LEARNED+cached
 reads its last hidden states from a file made before (its time is stated apart; its memory counts); +packed after that
-is `train.student: packed`. As many blocks keep their activations as fit under resident_gb and cached_gb of allocated
-memory. A mode ends early after `seconds`; the number of steps is recorded.
+is `train.student: packed`, +compiled `train.compile: true`, whose own time is in first_step. As many blocks keep their
+activations as fit under resident_gb and cached_gb of allocated memory. A mode ends early after `seconds`; the number of
+steps is recorded.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ MODES = [
     "bias+resident+packed",
     "bias,scale+resident+packed",
     "bias,scale+cached+packed",
+    "bias+resident+compiled",
+    "bias+cached+compiled",
+    "bias,scale+resident+compiled",
+    "bias,scale+cached+compiled",
 ]
 DEFAULTS: dict[str, Any] = {
     "config": "llama3-8b", "layers": 0, "length": 4096, "micro": 1, "accumulate": 4, "steps": 40, "warmup": 5,
@@ -107,8 +112,10 @@ class RandomArtifact(RandomTensors):
 
 def timed(step: Callable[[int], float], given: dict[str, Any]) -> dict[str, Any]:
     """Run warm-up and measured steps; each is timed to its end (the loss is read)."""
+    ends = [time.perf_counter()]
     for index in range(given["warmup"]):
         step(index)
+        ends.append(time.perf_counter())
     if given["device"] == "cuda":
         torch.cuda.synchronize()
     seconds: list[float] = []
@@ -121,8 +128,8 @@ def timed(step: Callable[[int], float], given: dict[str, Any]) -> dict[str, Any]
     tokens = given["micro"] * given["length"] * given["accumulate"]
     peak = torch.cuda.max_memory_allocated() / 1e9 if given["device"] == "cuda" else None
     middle = statistics.median(seconds)
-    return {"tokens_per_second": tokens / middle, "seconds_per_step": middle, "steps": len(seconds), "loss": loss,
-            "slowest": max(seconds), "peak_gpu_gb": peak}  # fmt: skip
+    return {"tokens_per_second": tokens / middle, "first_step": ends[1] - ends[0], "seconds_per_step": middle,
+            "steps": len(seconds), "loss": loss, "slowest": max(seconds), "peak_gpu_gb": peak}  # fmt: skip
 
 
 def baseline(config: PretrainedConfig, windows: Tensor, given: dict[str, Any]) -> dict[str, Any]:
@@ -147,9 +154,10 @@ def baseline(config: PretrainedConfig, windows: Tensor, given: dict[str, Any]) -
 
 
 def ours(
-    learned: list[str], cached: bool, packed: bool, config: PretrainedConfig, windows: Tensor, given: dict[str, Any]
+    learned: list[str], how: list[str], config: PretrainedConfig, windows: Tensor, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """The step of qat/loop.py."""
+    """The step of qat/loop.py. how: resident or cached, packed, compiled."""
+    cached, packed, compiled = (word in how for word in ("cached", "packed", "compiled"))
     device = torch.device(given["device"])
     model = Model(config, RandomTensors(config, given["device"]), device, torch.bfloat16, resident=True)
     facts: dict[str, Any] = {}
@@ -168,10 +176,10 @@ def ours(
         keep = blocks_to_checkpoint(student, given["micro"], given["length"], free)
         tokens = given["micro"] * given["length"] * given["accumulate"]
         graph = device.type == "cuda" if given["graph"] == "auto" else given["graph"] == "true"
-        backward = Backward(teacher, student, {"kl": 1.0}, 1.0, tokens, keep, graph)
+        student.begin(windows[:1])
+        backward = Backward(teacher, student, {"kl": 1.0}, 1.0, tokens, keep, graph, compiled)
         groups = [{"params": [p], "lr": options[kind].rate} for kind, p in student.delta.items()]
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
-        student.begin(windows[:1])
 
         def step(index: int) -> float:
             backward.zero()
@@ -211,11 +219,11 @@ def main(argv: list[str]) -> None:
     shared = {"machine": machine, "layers": config.num_hidden_layers, **{key: given[key] for key in said}}
     plain: float | None = None
     for mode in given["modes"].split(";"):
-        learned, _, how = mode.partition("+")
-        source, _, student = how.partition("+")
-        if mode != "baseline" and (source not in ("resident", "cached") or student not in ("", "packed")):
+        learned, *how = mode.split("+")
+        known = how[:1] in (["resident"], ["cached"]) and {*how[1:]} <= {"packed", "compiled"}
+        if mode != "baseline" and not known:
             raise SystemExit(
-                f"mode {mode!r} is not baseline, nor LEARNED+resident or LEARNED+cached, nor +packed of these"
+                f"mode {mode!r} is not baseline, LEARNED+resident or LEARNED+cached, nor +packed or +compiled of these"
             )
         torch.manual_seed(0)
         if given["device"] == "cuda":
@@ -224,7 +232,7 @@ def main(argv: list[str]) -> None:
             found = baseline(config, windows, given)
             plain = found["tokens_per_second"]
         else:
-            found = ours(learned.split(","), source == "cached", student == "packed", config, windows, given)
+            found = ours(learned.split(","), how, config, windows, given)
         ratio = None if plain is None else found["tokens_per_second"] / plain
         results.append({**shared, "mode": mode, "ratio": ratio, **found})
         path.parent.mkdir(parents=True, exist_ok=True)

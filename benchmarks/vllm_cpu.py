@@ -98,7 +98,8 @@ def engine(directory: Path, windows: Windows) -> dict[str, Any]:
             str(directory),
             dtype=dtype_of(directory),
             enforce_eager=True,
-            kv_cache_memory_bytes=2**30 if GPU else None,  # on a CPU an environment variable says so
+            # on a CPU an environment variable says so; on a GPU several checks may run side by side
+            **({"kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.5} if GPU else {}),
             max_model_len=len(windows[0]) + 1,
             max_num_seqs=1,
             max_logprobs=-1,

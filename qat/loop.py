@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from qat.backward import Backward, head_loss
+from qat.compiled import plain
 from qat.resume import load_state, save_state
 from qat.sections import Train
 from qat.student import Student, run_blocks
@@ -83,15 +84,16 @@ def train(
     micro_batch: int | None = None,
     checkpointed: int = 0,
     graph: bool = False,
+    compiled: bool = False,
     progress: Callable[[int, dict[str, float]], None] = lambda step, numbers: None,
 ) -> dict[str, Any]:
     """Train the student in place; returns the history.
 
     windows: (num_windows, length) token ids. micro_batch: of this rank; None takes all of its windows at once.
-    progress: told the step and its `loss`, and `kl` where it was validated. With how.validate_every the student ends
-    with the best deltas that were validated. History: `loss` per step, `validation_start`, `validation` ([step, KL]
-    pairs), `validation_end`, `ranks`, `ended` (why). Raises FloatingPointError for a non-finite loss and ValueError
-    when the batch does not split over the ranks.
+    checkpointed, graph, compiled: of `Backward`. progress: told the step and its `loss`, and `kl` where it was
+    validated. With how.validate_every the student ends with the best deltas that were validated. History: `loss` per
+    step, `validation_start`, `validation` ([step, KL] pairs), `validation_end`, `ranks`, `ended` (why). Raises
+    FloatingPointError for a non-finite loss and ValueError when the batch does not split over the ranks.
     """
     world, rank = accelerator.num_processes, accelerator.process_index
     check_ranks(how.batch, world)
@@ -105,7 +107,8 @@ def train(
 
     def validate() -> float:
         # the mean, as it decides whether training ends: ranks that disagree in the last bit would wait for each other
-        own = evaluate(teacher, student, held, len(training))
+        with plain(compiled):
+            own = evaluate(teacher, student, held, len(training))
         return average(accelerator, {}, torch.tensor(own, device=student.device))
 
     with student.ends():
@@ -120,7 +123,7 @@ def train(
         student.refresh()
         tokens = rows * windows.shape[1]
         weights = dict[str, float](how.loss.items())
-        backward = Backward(teacher, student, weights, how.temperature, tokens, checkpointed, graph)
+        backward = Backward(teacher, student, weights, how.temperature, tokens, checkpointed, graph, compiled)
         while len(history["loss"]) < how.steps and history["ended"] is None:
             step = len(history["loss"])
             chosen = rows_of(len(training), how.batch, how.seed, step, rank, world)

@@ -77,7 +77,7 @@ def _gate(recipe: Recipe, root: dict[str, Any]) -> dict[str, Any]:
 
 
 # keys of train that do not decide its result
-NO_EFFECT = ("save_every", "checkpoint", "cuda_graph", "student", "trackers")
+NO_EFFECT = ("save_every", "checkpoint", "cuda_graph", "compile", "student", "trackers")
 
 
 def _steps(variant: str | None, recipe: Recipe, root: dict[str, Any], first: int) -> list[Step]:

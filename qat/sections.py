@@ -217,6 +217,10 @@ class Train(Section):
     cuda_graph: Literal["auto"] | bool = Field(
         "auto", description="capture the step in a CUDA graph; auto: on a CUDA device, but for mixtures of experts"
     )
+    compile: Literal["auto"] | bool = Field(
+        "auto",
+        description="torch.compile what lies between linears; auto: with a CUDA graph, where training takes minutes",
+    )
     save_every: int = Field(50, gt=0, description="steps between checkpoints")
     seed: int = Field(0, ge=0, description="order of the sequences")
     trackers: Annotated[list[Tracker], OneOrMore] = Field(

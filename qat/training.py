@@ -15,7 +15,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration, parse_flag_from_env
 from torch.distributed.device_mesh import init_device_mesh
 
-from qat import loop, plugins, report
+from qat import compiled, loop, plugins, report
 from qat.artifact import Artifact, derive
 from qat.backward import blocks_to_checkpoint, tokens_at_once
 from qat.model import Model
@@ -81,6 +81,12 @@ def run(
         graph = device.type == "cuda" and model.arch.experts is None and not sharded  # whose kernels depend on the data
     elif graph and sharded:
         raise ValueError("train.cuda_graph is true, but weights split over ranks move in every step: set it to false")
+    against = compiled.refusal(learn, sharded)
+    if train.compile is True and against:
+        raise ValueError(f"train.compile is true, but {against}: set it to false")
+    compiles = train.compile
+    if compiles == "auto":
+        compiles = graph and not against and compiled.pays(model, rows * train.length * train.steps)
     ends: list[float] = []
     with report.Steps("train", total=train.steps) as steps:
 
@@ -99,6 +105,7 @@ def run(
             micro_batch=micro,
             checkpointed=checkpointed,
             graph=graph,
+            compiled=compiles,
             progress=progress,
         )
     for tracker in accelerator.trackers:  # `end_training` would close the process group as well
@@ -130,6 +137,7 @@ def run(
         "overlap": corpus.overlap,
         "checkpointed_blocks": checkpointed,
         "cuda_graph": graph,
+        "compiled": compiles,
         "sharded": sharded,
         "seconds_per_step": median(b - a for a, b in pairwise(ends)) if len(ends) > 1 else None,
         "ended": history["ended"],
@@ -165,6 +173,8 @@ def check(
         raise ValueError(f"{where}.teacher {train.teacher} is more than the {vocabulary} tokens there are")
     if train.cuda_graph is True and device.type != "cuda":
         raise ValueError(f"{where}.cuda_graph is true, but this run computes on {device}: set it to auto or false")
+    if train.compile is True and (against := compiled.refusal(train.learn)):
+        raise ValueError(f"{where}.compile is true, but {against}: set it to false")
 
 
 def _plain(train: Train) -> dict[str, Any]:

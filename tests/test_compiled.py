@@ -1,0 +1,74 @@
+"""Compiled blocks compute what the plain ones do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qat import compiled
+from qat.backward import Backward
+from qat.model import Model
+from qat.student import Student
+from qat.teacher import HiddenCache, Resident
+from tests.artifacts import config_of, make
+from tests.test_student import student_of
+
+WINDOWS = torch.randint(128, (4, 16), generator=torch.Generator().manual_seed(4))
+NUMBERS = torch.arange(4)
+
+
+def once(student: Student, backward: Backward) -> list[torch.Tensor]:
+    """Loss and gradients of two micro-batches."""
+    student.refresh()
+    backward.zero()
+    for part in NUMBERS.split(2):
+        backward.add(WINDOWS[part], part)
+    student.pull()
+    return [backward.loss.clone(), *(p.grad.clone() for p in student.delta.values() if p.grad is not None)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiled.refusal([]) is not None, reason="no C compiler")
+@pytest.mark.parametrize(
+    ("family", "cached", "checkpointed"), [("llama", True, 0), ("qwen3", False, 1), ("gemma3_text", False, 0)]
+)
+def test_gradients_are_those_of_the_plain_blocks(tmp_path: Path, family: str, cached: bool, checkpointed: int) -> None:
+    config = config_of(family)
+    student = student_of(config, make(tmp_path / "student", config), ("bias", "scale"))
+    model = Model(config, make(tmp_path / "teacher", config, seed=1), resident=True)
+    for path in (model.arch.embed, model.arch.norm, model.arch.head):
+        student._set(path, model.root.get_submodule(path))
+    student.teacher = model
+    with student.ends():
+        teacher = HiddenCache(model, WINDOWS, NUMBERS, tmp_path / "cache", 2) if cached else Resident(model)
+        found = [
+            once(student, Backward(teacher, student, {"kl": 1.0}, 1.0, WINDOWS.numel(), checkpointed, False, how))
+            for how in (False, True)
+        ]
+        assert len(found[0]) == 3
+        for ours, theirs in zip(*found, strict=True):
+            assert theirs.norm() > 0 and (ours - theirs).norm() <= 1e-4 * theirs.norm()
+        with compiled.plain(True):  # bit for bit
+            again = once(student, Backward(teacher, student, {"kl": 1.0}, 1.0, WINDOWS.numel(), checkpointed))
+        assert all(torch.equal(a, b) for a, b in zip(again, found[0], strict=True))
+
+
+def test_what_cannot_be_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: name == "clang" and name)
+    monkeypatch.delenv("CC", raising=False)
+    assert compiled.refusal(["bias"]) is None
+    assert "norms" in str(compiled.refusal(["bias", "norm"]))
+    assert "split over ranks" in str(compiled.refusal(["bias"], sharded=True))
+    monkeypatch.setenv("CC", "icx")
+    assert "C compiler" in str(compiled.refusal(["bias"]))
+
+
+def test_it_pays_by_the_work_there_is() -> None:
+    sizes = [(64, 96), (96, 64)]
+    linears = {str(i): torch.nn.Linear(*size, device="meta") for i, size in enumerate(sizes)}
+    model = SimpleNamespace(in_features=linears, root=torch.nn.ModuleDict(linears))
+    most = compiled.PAYS / (8 * 2 * 64 * 96)
+    assert [compiled.pays(model, tokens) for tokens in (int(most * 0.99), int(most * 1.01))] == [False, True]  # type: ignore[arg-type]
