@@ -15,7 +15,7 @@ from accelerate.tracking import GeneralTracker
 from accelerate.utils import LoggerType
 from pydantic import ValidationError
 
-from qat import loop, pipeline, report, resume, training
+from qat import compiled, loop, pipeline, report, resume, training
 from qat.artifact import Artifact
 from qat.job import Job
 from qat.recipe import load
@@ -134,6 +134,17 @@ def test_a_packed_student_leaves_the_same_bytes(bench: Bench, tmp_path: Path, le
     assert all((tmp_path / "plain" / file).read_bytes() == (tmp_path / "packed" / file).read_bytes() for file in files)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(compiled.refusal([]) is not None, reason="no C compiler")
+def test_a_compiled_training_learns_the_same(bench: Bench, tmp_path: Path) -> None:
+    plain = run_stage(bench, tmp_path / "plain", RATES, checkpoint=1)
+    made = run_stage(bench, tmp_path / "compiled", RATES, checkpoint=1, compile=True, student="packed")
+    assert (plain["compiled"], made["compiled"]) == (False, True)
+    assert made["kl_start"] == plain["kl_start"]  # validation runs the plain blocks
+    assert made["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+    assert made["kl_end"] == pytest.approx(plain["kl_end"], rel=1e-3)
+
+
 @pytest.mark.parametrize("start", ["stored", "mean"])
 def test_nothing_to_recover_leaves_the_artifact_as_it_was(bench: Bench, tmp_path: Path, start: str) -> None:
     plain = run_stage(bench, tmp_path / "plain", RATES, steps=1)
@@ -157,6 +168,7 @@ def test_what_cannot_be_done_is_an_error(bench: Bench, tmp_path: Path, more: dic
 @pytest.mark.parametrize(("overrides", "why"), [
     (["train.teacher=5000"], "train.teacher 5000 is more than the 257 tokens there are"),
     (["train.cuda_graph=true"], "train.cuda_graph is true, but this run computes on cpu"),
+    (["train.learn={scale: {}, norm: {}}", "train.compile=true"], "train.compile is true, but learned norms are"),
     (["train.learn={scale: {}, bias: {start: mean, skip_tokens: 32}}"],
      "train.learn.bias.skip_tokens 32 leaves nothing of windows of 32; take fewer"),
     (["train.batch=3"], "train.batch 3 does not split over 2 processes; use a multiple of 2"),
