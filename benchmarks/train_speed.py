@@ -34,6 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 from qat import plugins
 from qat.arch import arch_of
 from qat.backward import Backward, blocks_to_checkpoint
+from qat.compiled import compile_blocks
 from qat.model import Model
 from qat.quant import Quantized
 from qat.scheme import Scheme
@@ -171,13 +172,15 @@ def ours(
         options = {kind: plugins.options("qat.learn", kind)() for kind in learned}
         artifact: Any = RandomArtifact(config, given["device"], given["group"])
         student = Student(model, artifact, options, model.arch.linears, packed=packed)
+        student.begin(windows[:1])
+        if compiled:
+            compile_blocks(student, model)
         held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         free = int(1e9 * (given["cached_gb"] if cached else given["resident_gb"]) - held)
         keep = blocks_to_checkpoint(student, given["micro"], given["length"], free)
         tokens = given["micro"] * given["length"] * given["accumulate"]
         graph = device.type == "cuda" if given["graph"] == "auto" else given["graph"] == "true"
-        student.begin(windows[:1])
-        backward = Backward(teacher, student, {"kl": 1.0}, 1.0, tokens, keep, graph, compiled)
+        backward = Backward(teacher, student, {"kl": 1.0}, 1.0, tokens, keep, graph)
         groups = [{"params": [p], "lr": options[kind].rate} for kind, p in student.delta.items()]
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
 

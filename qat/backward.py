@@ -15,7 +15,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from qat.compiled import compile_blocks
 from qat.losses import hidden_error, next_token
 from qat.student import Student, run_blocks
 from qat.teacher import Target, Teacher, to_device
@@ -78,8 +77,8 @@ class Backward:
     """Adds a micro-batch's share of the loss to `loss` and of the gradients to `student.parts[...].grad`.
 
     tokens: of all micro-batches of a step on this rank. checkpointed: blocks whose forward pass backward repeats.
-    graph: capture into CUDA graphs, one per shape; needs a CUDA device. compiled: blocks run compiled from here on.
-    Raises ValueError when a captured graph does not give what the same kernels gave outside it.
+    graph: capture into CUDA graphs, one per shape; needs a CUDA device. Raises ValueError when a captured graph does
+    not give what the same kernels gave outside it.
     """
 
     def __init__(
@@ -91,13 +90,10 @@ class Backward:
         tokens: int,
         checkpointed: int = 0,
         graph: bool = False,
-        compiled: bool = False,
     ) -> None:
         self.teacher, self.student, self.weights, self.temperature = teacher, student, weights, temperature
         self.tokens, self.checkpointed, self.graph = tokens, checkpointed, graph
         self.loss = torch.zeros((), device=student.device)
-        if compiled:
-            compile_blocks(student, teacher.model)
         self._graphs: dict[tuple[int, ...], tuple[Any, Tensor, Target | None]] = {}
 
     def zero(self) -> None:

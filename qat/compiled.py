@@ -12,12 +12,16 @@ import os
 import shutil
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from qat.fakequant import CompensatedLinear
 from qat.model import Model
 
+GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
 PAYS = 5e16  # FLOPs of a training that compilation shortens by more than it takes: 90 s on one H200 (benchmarks/LOG.md)
 
 
@@ -40,16 +44,24 @@ def refusal(learn: Collection[str], sharded: bool = False) -> str | None:
 
 
 def compile_blocks(*models: Model) -> None:
-    """Let the blocks of each model that are in memory run compiled."""
+    """Let the blocks of each model run compiled, but inside `plain`."""
     torch.compiler.reset()  # it compiles a piece of code for few shapes only; an earlier stage may have used them up
     for model in models:
         for block in model.blocks:
-            if next(block.parameters()).is_meta:  # freed: its outputs are on disk
-                continue
             for module in block.modules():
                 if isinstance(module, CompensatedLinear):
                     module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+                elif all(hasattr(module, name) for name in GATED):
+                    module.forward = partial(_gated, module)
             block.forward = torch.compile(block.forward, dynamic=False)
+
+
+def _gated(mlp: Any, x: Tensor) -> Tensor:
+    """transformers' gated MLP with both linears first: between them, the activation would be a kernel of its own, whose
+    result is kept for backward, the widest tensor of a block."""
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    out: Tensor = mlp.down_proj(mlp.act_fn(gate) * up)
+    return out
 
 
 def plain(compiled: bool) -> AbstractContextManager[object]:

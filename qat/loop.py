@@ -90,10 +90,11 @@ def train(
     """Train the student in place; returns the history.
 
     windows: (num_windows, length) token ids. micro_batch: of this rank; None takes all of its windows at once.
-    checkpointed, graph, compiled: of `Backward`. progress: told the step and its `loss`, and `kl` where it was
-    validated. With how.validate_every the student ends with the best deltas that were validated. History: `loss` per
-    step, `validation_start`, `validation` ([step, KL] pairs), `validation_end`, `ranks`, `ended` (why). Raises
-    FloatingPointError for a non-finite loss and ValueError when the batch does not split over the ranks.
+    checkpointed, graph: of `Backward`. compiled: whether blocks were (`compile_blocks`). progress: told the step and
+    its `loss`, and `kl` where it was validated. With how.validate_every the student ends with the best deltas that were
+    validated. History: `loss` per step, `validation_start`, `validation` ([step, KL] pairs), `validation_end`, `ranks`,
+    `ended` (why). Raises FloatingPointError for a non-finite loss and ValueError when the batch does not split over the
+    ranks.
     """
     world, rank = accelerator.num_processes, accelerator.process_index
     check_ranks(how.batch, world)
@@ -114,7 +115,8 @@ def train(
     with student.ends():
         student.refresh()
         start = validate()  # of the artifact, before a start is found for what is learned
-        student.begin(training[:UNIT_WINDOWS])
+        with plain(compiled):
+            student.begin(training[:UNIT_WINDOWS])
         history = load_state(folder, params, optimizer, best)
         if history is None:
             history = {"loss": [], "validation": [], "validation_start": start, "ranks": world, "ended": None}
@@ -123,7 +125,7 @@ def train(
         student.refresh()
         tokens = rows * windows.shape[1]
         weights = dict[str, float](how.loss.items())
-        backward = Backward(teacher, student, weights, how.temperature, tokens, checkpointed, graph, compiled)
+        backward = Backward(teacher, student, weights, how.temperature, tokens, checkpointed, graph)
         while len(history["loss"]) < how.steps and history["ended"] is None:
             step = len(history["loss"])
             chosen = rows_of(len(training), how.batch, how.seed, step, rank, world)

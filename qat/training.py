@@ -69,6 +69,9 @@ def run(
     teacher = teacher_of(train, model, corpus, out, accelerator, micro)
     shard = None if mesh is None else Shard(mesh, "norm" in learn)
     student = Student(model, Artifact(artifact_folder), learn, slots, shard, train.student == "packed")
+    graph, compiles = _kernels(train, learn, model, sharded, rows * train.length * train.steps)
+    if compiles:
+        compiled.compile_blocks(student, model)
     if train.checkpoint == "auto":
         with student.ends():
             own = blocks_to_checkpoint(student, micro, train.length)
@@ -76,17 +79,6 @@ def run(
         checkpointed = int(accelerator.gather(torch.tensor([own], device=device)).max())
     else:
         checkpointed = train.checkpoint
-    graph = train.cuda_graph
-    if graph == "auto":
-        graph = device.type == "cuda" and model.arch.experts is None and not sharded  # whose kernels depend on the data
-    elif graph and sharded:
-        raise ValueError("train.cuda_graph is true, but weights split over ranks move in every step: set it to false")
-    against = compiled.refusal(learn, sharded)
-    if train.compile is True and against:
-        raise ValueError(f"train.compile is true, but {against}: set it to false")
-    compiles = train.compile
-    if compiles == "auto":
-        compiles = graph and not against and compiled.pays(model, rows * train.length * train.steps)
     ends: list[float] = []
     with report.Steps("train", total=train.steps) as steps:
 
@@ -175,6 +167,22 @@ def check(
         raise ValueError(f"{where}.cuda_graph is true, but this run computes on {device}: set it to auto or false")
     if train.compile is True and (against := compiled.refusal(train.learn)):
         raise ValueError(f"{where}.compile is true, but {against}: set it to false")
+
+
+def _kernels(train: Train, learn: Collection[str], model: Model, sharded: bool, tokens: int) -> tuple[bool, bool]:
+    """Whether a step is captured in a CUDA graph, and whether blocks are compiled. tokens: of this rank's steps."""
+    graph = train.cuda_graph
+    if graph == "auto":  # kernels for experts depend on the data
+        graph = model.device.type == "cuda" and model.arch.experts is None and not sharded
+    elif graph and sharded:
+        raise ValueError("train.cuda_graph is true, but weights split over ranks move in every step: set it to false")
+    against = compiled.refusal(learn, sharded)
+    if train.compile is True and against:
+        raise ValueError(f"train.compile is true, but {against}: set it to false")
+    compiles = train.compile
+    if compiles == "auto":
+        compiles = graph and not against and compiled.pays(model, tokens)
+    return graph, compiles
 
 
 def _plain(train: Train) -> dict[str, Any]:
