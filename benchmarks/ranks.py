@@ -71,6 +71,7 @@ def compare(options: dict[str, str], work: Path) -> None:
         apart = max(abs(a - b) / b for a, b in zip(found["loss"], first["loss"], strict=True))
         row = {
             "model": options["model"],
+            "machine": machine(),
             "launch": Path(config).name,
             "ranks": int(ranks),
             "steps": int(options["steps"]),
@@ -89,6 +90,12 @@ def compare(options: dict[str, str], work: Path) -> None:
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
+def machine() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
 def once(ranks: int, config: str, output: Path, options: dict[str, str], model: str) -> dict[str, Any]:
     """The metrics of the training stage of one launch."""
     file = Path("recipes/accelerate", config)  # of a whole path, that path
@@ -104,9 +111,11 @@ def once(ranks: int, config: str, output: Path, options: dict[str, str], model: 
         *FIXED,
     ]
     done = subprocess.run(command, env=os.environ | {"OMP_WAIT_POLICY": "passive"}, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{config} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
-    stages = read_json(output / "ranks/summary.json")["stages"]
+    summary = output / "ranks/summary.json"
+    if done.returncode:  # the launcher's own traceback comes last, and is long
+        why = read_json(summary).get("error") if summary.is_file() else None
+        raise SystemExit(f"{config} ended with {done.returncode}: {why or (done.stdout + done.stderr)[-8000:]}")
+    stages = read_json(summary)["stages"]
     train = next(stage for stage in stages if stage["name"] == "train")
     if (there := train["metrics"]["ranks"]) != ranks:
         raise SystemExit(f"{config} started {there} ranks, not {ranks}")
