@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +41,9 @@ def refusal(learn: Collection[str], sharded: bool = False) -> str | None:
         return "learned norms are each a class of their own to torch.compile"
     named = os.environ.get("CC")
     if not any(shutil.which(name) for name in ([named] if named else ["cc", "gcc", "clang"])):
-        return "torch.compile needs a C compiler, and neither cc, gcc nor clang is installed"
+        return f"torch.compile needs a C compiler, and {named or 'neither cc, gcc nor clang'} is {'not ' if named else ''}there"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "torch.compile needs Python's headers (Python.h: python3-dev), which are not installed"
     return None
 
 
