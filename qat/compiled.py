@@ -39,9 +39,9 @@ def refusal(learn: Collection[str], sharded: bool = False) -> str | None:
         return "weights that are split over ranks come and go in a block's forward pass"
     if "norm" in learn:
         return "learned norms are each a class of their own to torch.compile"
-    named = os.environ.get("CC")
-    if not any(shutil.which(name) for name in ([named] if named else ["cc", "gcc", "clang"])):
-        return f"torch.compile needs a C compiler, and {named or 'neither cc, gcc nor clang'} is {'not ' if named else ''}there"
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["cc", "gcc", "clang"]
+    if not any(shutil.which(name) for name in compilers):
+        return f"torch.compile needs a C compiler, and there is no {' or '.join(compilers)}"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         return "torch.compile needs Python's headers (Python.h: python3-dev), which are not installed"
     return None
