@@ -31,7 +31,7 @@ FORBIDDEN = {
     "qat.scheme": ("torch", "transformers"),
     "qat.arch": ("torch", "transformers"),
 }
-LIGHT = ["arguments", "cli", "manifest", "outline", "plan", "plugins", "ranks", "recipe", "report"]
+LIGHT = ["arguments", "cli", "context", "manifest", "outline", "plan", "plugins", "ranks", "recipe", "report"]
 LIGHT += ["coverage", "groups", "push", "serving", "verify", "scheme", "sections", "sizes", "stages", "summary"]
 
 
