@@ -21,7 +21,8 @@ import pytest
 from qat import manifest
 from qat.ranks import RunError
 from qat.recipe import Recipe, load
-from qat.stages import EXIT_CODES, UNFINISHED, Run, Stage, disown
+from qat.stages import EXIT_CODES, UNFINISHED, Run, Stage
+from qat.unjudged import disown
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ROOT = {"parent": {"model.safetensors": "1"}, "calibration": "2", "training": "3", "evaluation": "4"}
