@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from qat import __version__, manifest, report, summary, unjudged
+from qat.peak import Peak
 from qat.ranks import RankLog, RunError
 from qat.recipe import Recipe
 
@@ -200,7 +201,7 @@ class Run:
         report.heading(what + (": resumed" if partial.exists() else ""))
         partial.mkdir(exist_ok=True)
         self._log.add(key, "working")
-        with manifest.Peak() as peak:
+        with Peak() as peak:
             try:
                 metrics = work(partial)
             except OSError as error:

@@ -34,7 +34,7 @@ FORBIDDEN = {
 }
 LIGHT = ["arguments", "cli", "compatibility", "context", "manifest", "outline", "plan", "plugins", "ranks", "recipe"]
 LIGHT += ["coverage", "groups", "push", "report", "serving", "verify", "scheme", "sections", "sizes", "stages"]
-LIGHT += ["summary", "unjudged"]
+LIGHT += ["peak", "summary", "unjudged"]
 
 
 def module(path: Path) -> str:
