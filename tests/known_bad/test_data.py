@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 from accelerate import tracking
+from transformers import LlamaConfig
 
 from qat import plan
 from tests.known_bad.case import Case, Note, Place, Spoil, check, given, shown
@@ -202,6 +203,17 @@ def test_the_plan_says_of_long_windows_what_the_run_says(
     assert plan.main(place.command(fits)) == 0
     if "evaluation" in asked:
         assert plan.main(place.command(asked, "gate=null")) == 0  # then nobody reads it
+
+
+def test_the_run_knows_what_a_model_reads_where_its_config_leaves_that_to_transformers(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, longest = place.model / "config.json", LlamaConfig().max_position_embeddings
+    path.write_text(
+        json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "max_position_embeddings"})
+    )
+    assert place.start(f"data.calibration.length={longest + 1}") == 1
+    assert f"windows of {longest + 1} tokens are longer than the model reads ({longest})" in capsys.readouterr().err
 
 
 def test_nothing_is_calibrated_for_a_stage_that_cannot_begin(
