@@ -7,8 +7,10 @@ tensor against its source. It stops after the first level with faults, because l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from gate import _lint_files, _lint_names, _lint_values
@@ -86,8 +88,35 @@ def is_note(fault: Fault) -> bool:
     return fault.kind == "rounded" or (fault.kind == "shared" and fault.where.endswith(".weight_scale"))
 
 
-def report(faults: Collection[Fault], at_most: int = 20) -> Iterator[str]:
-    """Lines for a person: the first faults, and how many more there are."""
-    yield from (str(fault) for fault in list(faults)[:at_most])
-    if len(faults) > at_most:
-        yield f"... and {len(faults) - at_most} more"
+def report(faults: Iterable[Fault], at_most: int = 20) -> Iterator[str]:
+    """Lines for a person: the first faults, and how many more there are.
+
+    Faults that differ in nothing but the layer's number share a line: `model.layers.0..31.mlp.down_proj: ... (32
+    layers)`.
+    """
+    lines = list(_folded(faults))
+    yield from lines[:at_most]
+    if len(lines) > at_most:
+        yield f"... and {len(lines) - at_most} more"
+
+
+LAYER = re.compile(r"(.*?\.)(\d+)\.")  # the first number of a tensor's name is its layer's
+MARK = "\0"  # stands for it
+
+
+def _folded(faults: Iterable[Fault]) -> Iterator[str]:
+    layers: dict[str, set[int]] = {}
+    for fault in faults:
+        text, found = str(fault), LAYER.match(fault.where)
+        if found:
+            text = text.replace(found[0], f"{found[1]}{MARK}.")  # names of its neighbours as well
+        layers.setdefault(text, set()).update([int(found[2])] if found else [])
+    for text, numbers in layers.items():
+        count = f" ({len(numbers)} layers)" if len(numbers) > 1 else ""
+        yield text.replace(MARK, _ranges(numbers)) + count
+
+
+def _ranges(numbers: Collection[int]) -> str:
+    """`0..3,7` of 0, 1, 2, 3 and 7."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(sorted(numbers)), lambda at: at[1] - at[0])]
+    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

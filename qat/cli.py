@@ -142,13 +142,14 @@ def plan(arguments: Arguments) -> None:
 
 
 @app.command(cls=RecipeCommand)
-def sensitivity(arguments: Arguments) -> None:
+def sensitivity(arguments: Arguments, no_progress: NoProgress = False) -> None:
     """Measure what each group of linears costs; [bits=4.5 [out=FILE]] choose formats within a budget.
 
     candidates='[{dtype: int8}, skip]' names the formats to choose from beside scheme.weights.
     """
     from qat.mixed import main
 
+    _speak(no_progress, quiet=False, as_json=False)
     raise typer.Exit(main(arguments))
 
 

@@ -12,7 +12,7 @@ import gate.stage
 from gate._bootstrap import Sampling
 from gate.stage import table
 from gate.tasks import Options
-from qat import arguments, manifest, questions, report, results, summary
+from qat import arguments, context, manifest, questions, report, results, summary
 from qat.arguments import RecipeError
 from qat.index import checkpoints_below
 from qat.job import device, dtype
@@ -212,8 +212,7 @@ def _text(runs: dict[str, Ran], choices: Choices, parent: Parent) -> Corpus:
     if choices.sequences or choices.length:
         text |= {"sequences": choices.sequences or text["sequences"], "length": choices.length or text["length"]}
     longest = getattr(parent.config, "max_position_embeddings", None)
-    if longest and text["length"] > longest:
-        raise ValueError(f"windows of {text['length']} tokens are longer than the model reads: --length {longest}")
+    context.check_length(text["length"], longest, f"give --length {longest}")
     text["source"] = arguments.locate(text["source"], Path()) or text["source"]
     asked = EvaluationText.model_validate(text)
     return windows(parent.tokenizer, asked, asked.length, asked.sequences, asked.seed)

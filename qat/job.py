@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat import loop, outline, report
+from qat import context, loop, outline, report
 from qat.outline import Step
 from qat.overlap import SAME_TEXT, Cutter, HeldOut, sentence
 from qat.parent import Parent, open_parent
@@ -47,6 +47,7 @@ class Job:
         cache = outline.parent_cache(self.recipe)
         cache.mkdir(parents=True, exist_ok=True)
         self.parent: Parent = open_parent(model.source, model.revision, model.trust_remote_code, cache)
+        context.check(self.recipe, getattr(self.parent.config, "max_position_embeddings", None))
         self.root = outline.inputs(self.recipe, self.parent.folder, run.fingerprints.of)
         run.inputs = self.root
         self.steps = outline.outline(self.recipe, self.root)
@@ -112,7 +113,6 @@ class Job:
         text = self.recipe.data.evaluation
         assert text is not None, "the recipe was checked to have evaluation text"
         with of_part("evaluation"):
-            self._check_length(text.length, "length")
             return self._check_tokens(windows(self.parent.tokenizer, text, text.length, text.sequences, text.seed))
 
     def _training(self, length: int) -> Corpus:
@@ -137,8 +137,6 @@ class Job:
     def _clean(self, part: str, text: Text, length: int, *drawn: int) -> Corpus:
         """Windows of a text without what is held out."""
         key = "train.length" if part == "training" else "length"
-        with of_part(part):
-            self._check_length(length, key)
         ids, overlap = self._tokens(part)
         with of_part(part):
             return replace(self._check_tokens(draw(ids, text, length, *drawn, length_key=key)), overlap=overlap)
@@ -166,11 +164,6 @@ class Job:
         if counts["passages"]:
             report.say(f"{part} text: {sentence(counts)}")
         return ids, counts
-
-    def _check_length(self, length: int, key: str) -> None:
-        longest = getattr(self.parent.config, "max_position_embeddings", None)
-        if longest and length > longest:
-            raise ValueError(f"windows of {length} tokens are longer than the model reads ({longest}); shorten {key}")
 
     def _check_tokens(self, corpus: Corpus) -> Corpus:
         tokenizer, rows = self.parent.tokenizer, self.parent.config.vocab_size

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import psutil
 import yaml
 
-from qat import coverage, manifest, outline, plugins, report, serving, sizes
+from qat import context, coverage, manifest, outline, plugins, report, serving, sizes
 from qat.arch import arch_of, known
 from qat.index import model_files
 from qat.outline import Step
@@ -150,6 +150,7 @@ def make(recipe: Recipe) -> Plan:
     folder = outline.local_parent(recipe, memory.remembered)
     model = _model_sizes(recipe, folder, notes)
     if folder is not None:
+        context.check(recipe, manifest.read_json(folder / "config.json").get("max_position_embeddings"))
         check_scheme(recipe, folder)
     root = _root(recipe, folder, memory, notes)
     steps = outline.outline(recipe, root or dict.fromkeys(("parent", *outline.TEXTS)))

@@ -21,9 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from qat import __version__, arguments, manifest, report, summary, unjudged
+from qat import __version__, manifest, report, summary, unjudged
+from qat.peak import Peak
 from qat.ranks import RankLog, RunError
-from qat.recipe import Recipe, RecipeError
+from qat.recipe import Recipe
 
 EXIT_CODES = {"released": 0, "ungated": 0, "failed": 1, "refused": 3, "anomalous": 3, "inconclusive": 4}
 UNFINISHED = "the run has not finished: it is still going, or it was killed"
@@ -139,22 +140,7 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """summary.json: paths are relative to the folder of the run."""
-        said = self._finish
-        released = said.get("last_released")
-        if released is None:  # an earlier run's release still stands
-            before = _summary_of(self.folder).get("last_released")
-            released = before if isinstance(before, str) and (self.folder / before).exists() else None
-        out = {
-            "status": said["status"],
-            "exports": said.get("exports", {}),
-            "verdict": said.get("verdict"),
-            "report": said.get("report"),
-            "last_released": released,
-            "stages": [self._line(stage) for stage in self.stages],
-        }
-        if "error" in said:
-            out["error"] = said["error"]
-        return _relative(out, self.folder)
+        return summary.made(self.folder, self._finish, [self._line(stage) for stage in self.stages])
 
     def _line(self, stage: Stage) -> dict[str, Any]:
         kept = {name: stage.manifest[name] for name in ("seconds", "peak_rss_gb", "peak_gpu_gb", "metrics")}
@@ -215,7 +201,7 @@ class Run:
         report.heading(what + (": resumed" if partial.exists() else ""))
         partial.mkdir(exist_ok=True)
         self._log.add(key, "working")
-        with manifest.Peak() as peak:
+        with Peak() as peak:
             try:
                 metrics = work(partial)
             except OSError as error:
@@ -266,29 +252,6 @@ class Run:
         return Stage(name, variant, key, path, entry["reused"], found)
 
 
-def disown(argv: list[str], error: str) -> None:
-    """Let the folder that a bad command line names say `failed`, not what an earlier run of it came to."""
-    try:
-        _, values, _ = arguments.read(argv)
-    except RecipeError:
-        return  # not even the folder can be read from it
-    path = Path(str(values.get("output", "runs"))) / str(values.get("name")) / summary.FILE
-    if report.is_main() and path.is_file():
-        before = _summary_of(path.parent)
-        nothing: dict[str, Any] = {"exports": {}, "verdict": None, "report": None, "stages": []}
-        unjudged.forget(path.parent)
-        manifest.write_json(path, {**before, **nothing, "status": "failed", "error": manifest.redact(error)})
-        unjudged.write(path.parent, str(values["name"]), "failed", manifest.redact(error))
-
-
-def _summary_of(folder: Path) -> dict[str, Any]:
-    """What the last run said; nothing when it said nothing, or half of it."""
-    try:
-        return manifest.read_json(folder / summary.FILE)
-    except ValueError:
-        return {}
-
-
 def _lock(folder: Path) -> Any:
     """Hold the folder until the file returned is closed, or this process ends in whatever way."""
     file = (folder / ".lock").open("a+")
@@ -335,14 +298,3 @@ def _recover(path: Path) -> None:
         _put(partial, path)
     elif old.exists():
         os.rename(old, path)
-
-
-def _relative(value: Any, folder: Path) -> Any:
-    """`value` with each Path as text relative to `folder`."""
-    if isinstance(value, Path):
-        return os.path.relpath(value, folder)
-    if isinstance(value, dict):
-        return {key: _relative(inner, folder) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_relative(inner, folder) for inner in value]
-    return value

@@ -20,7 +20,8 @@ from qat import manifest, pipeline, plan, report, serving
 from qat.job import Job
 from qat.ranks import RunError, leave
 from qat.recipe import Recipe, RecipeError, load
-from qat.stages import INTERRUPTED, STOPPED, Run, disown
+from qat.stages import INTERRUPTED, STOPPED, Run
+from qat.unjudged import disown
 
 STAGES = {
     "calibrate": pipeline.calibrate_,  # parent -> integer codes, scales, zero points

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
+from qat import arguments, manifest, report, summary
+from qat.arguments import RecipeError
 from qat.report import plain, xml
 
 MARKS, CASES = {"failed": "❌", "ungated": "❔"}, {"failed": "error", "ungated": "skipped"}
@@ -28,3 +31,18 @@ def write(folder: Path, title: str, status: str, text: str) -> None:
     case = ElementTree.SubElement(suite, "testcase", classname=title, name=status)
     ElementTree.SubElement(case, kind, message=text).text = text
     (folder / "junit.xml").write_text(xml(root), encoding="utf-8")
+
+
+def disown(argv: list[str], error: str) -> None:
+    """Let the folder that a bad command line names say `failed`, not what an earlier run of it came to."""
+    try:
+        _, values, _ = arguments.read(argv)
+    except RecipeError:
+        return  # not even the folder can be read from it
+    path = Path(str(values.get("output", "runs"))) / str(values.get("name")) / summary.FILE
+    if report.is_main() and path.is_file():
+        before = summary.last(path.parent)
+        nothing: dict[str, Any] = {"exports": {}, "verdict": None, "report": None, "stages": []}
+        forget(path.parent)
+        manifest.write_json(path, {**before, **nothing, "status": "failed", "error": manifest.redact(error)})
+        write(path.parent, str(values["name"]), "failed", manifest.redact(error))

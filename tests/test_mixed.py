@@ -17,12 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from typer.testing import CliRunner
 
 from calibrate import budget, mixed
 from gate.readers import open_export
 from qat import mixed as command
+from qat import report
 from qat.artifact import Artifact, save_tensors
 from qat.checkpoint import SafetensorsFolder
+from qat.cli import app
 from qat.groups import Group, overrides, stored_bits
 from qat.model import Model
 from qat.recipe import load
@@ -217,6 +220,18 @@ def test_bits_are_those_that_the_gate_counts(tmp_path: Path, monkeypatch: pytest
     assert stage.stat().st_mtime_ns == before  # another candidate list is another stage; this one is left alone
     assert command.main([*common, "candidates=[{dtype: int8}, skip]"]) == 0
     assert stage.stat().st_mtime_ns == before
+
+
+def test_progress_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TARE_LOG", "TARE_PROGRESS"):  # the command sets them; this brings them back
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(report, "FIRST_LINE_SECONDS", 0)
+    recipe = ["recipe=micro.yaml", f"output={tmp_path}", "candidates=[skip]", "fresh=calibrate"]
+    shown = CliRunner().invoke(app, ["sensitivity", *recipe])
+    silent = CliRunner().invoke(app, ["sensitivity", "--no-progress", *recipe])
+    assert (shown.exit_code, silent.exit_code) == (0, 0)
+    assert "block 1/2" in shown.output and "block 1/2" not in silent.output
+    assert "sums over all groups" in silent.output
 
 
 @pytest.mark.parametrize(

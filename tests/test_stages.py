@@ -19,9 +19,11 @@ from typing import Any
 import pytest
 
 from qat import manifest
+from qat.peak import Peak
 from qat.ranks import RunError
 from qat.recipe import Recipe, load
-from qat.stages import EXIT_CODES, UNFINISHED, Run, Stage, disown
+from qat.stages import EXIT_CODES, UNFINISHED, Run, Stage
+from qat.unjudged import disown
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ROOT = {"parent": {"model.safetensors": "1"}, "calibration": "2", "training": "3", "evaluation": "4"}
@@ -261,9 +263,9 @@ def test_peak_memory_is_that_of_the_stage(reset: bool, monkeypatch: pytest.Monke
         monkeypatch.setattr(Path, "write_text", refuse)
     big = bytearray(os.urandom(1)) * (300 * 2**20)
     del big
-    with manifest.Peak() as small:
+    with Peak() as small:
         time.sleep(0.1)
-    with manifest.Peak() as large:
+    with Peak() as large:
         big = bytearray(b"x") * (300 * 2**20)
         time.sleep(0.1)
         del big

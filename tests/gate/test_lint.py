@@ -282,7 +282,7 @@ def test_a_fault_reads_as_thing_value_rule_and_way_out(tiny: SimpleNamespace) ->
     tiny.edit_json(folder / "config.json", config(mlp_bias=False))
     lines = list(lint.report(lint.check(folder, ["vllm"]), at_most=1))
     assert lines == [
-        "model.layers.0.mlp.gate_proj.bias: stored; no flag of the config declares it: vllm drops it silently; "
-        "set mlp_bias: true",
-        "... and 5 more",
+        "model.layers.0..1.mlp.gate_proj.bias: stored; no flag of the config declares it: vllm drops it silently; "
+        "set mlp_bias: true (2 layers)",
+        "... and 2 more",
     ]

@@ -236,8 +236,10 @@ def test_headers_alone_are_read_of_a_large_directory(tmp_path: Path) -> None:
     assert lint.check(folder, ["vllm"], tp=8, values=False) == []
     assert time.perf_counter() - start < 5
     assert _headers._read.cache_info().misses == 30  # each header is read once
-    split = {(f.kind, f.what) for f in lint.check(folder, ["vllm"], tp=64, values=False)}
-    assert ("kernel", "448 inputs on each of 64 ranks") in split  # 28672 / 64 is no multiple of 128
+    split = lint.check(folder, ["vllm"], tp=64, values=False)
+    assert ("kernel", "448 inputs on each of 64 ranks") in {(f.kind, f.what) for f in split}  # no multiple of 128
+    (line,) = (line for line in lint.report(split) if "448 inputs" in line)
+    assert line.startswith("model.layers.0..79.mlp.down_proj: ") and line.endswith(" (80 layers)")
     assert [f.kind for f in lint.check(folder, ["trtllm"], values=False)] == ["engine"]
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
 from accelerate import tracking
+from transformers import LlamaConfig
 
+from qat import plan
 from tests.known_bad.case import Case, Note, Place, Spoil, check, given, shown
 
 CALIBRATE = "until=calibrate"
@@ -173,6 +176,44 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fault)
 def test_a_text_that_is_no_good(case: Case, place: Place, capsys: pytest.CaptureFixture[str], note: Note) -> None:
     check(case, place, capsys, note)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("data.calibration.length=257", "data.calibration: windows of 257 tokens are {}; shorten length"),
+        ("train.length=300", "data.training: windows of 300 tokens are {}; shorten train.length"),
+        (
+            "variants={a: {train: {length: 300}}, b: {train: null}}",
+            "data.training: windows of 300 tokens are {}; shorten train.length",
+        ),
+        ("data.evaluation.length=257", "data.evaluation: windows of 257 tokens are {}; shorten length"),
+    ],
+)
+def test_the_plan_says_of_long_windows_what_the_run_says(
+    asked: str, said: str, place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said.format("longer than the model reads (256)")
+    before = set(place.run.glob("calibrate-*"))
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        plan.main(place.command(asked))
+    assert place.start(asked) == 1 and text in capsys.readouterr().err
+    assert set(place.run.glob("calibrate-*")) == before
+    fits = asked.replace("257", "256").replace("300", "256")
+    assert plan.main(place.command(fits)) == 0
+    if "evaluation" in asked:
+        assert plan.main(place.command(asked, "gate=null")) == 0  # then nobody reads it
+
+
+def test_the_run_knows_what_a_model_reads_where_its_config_leaves_that_to_transformers(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, longest = place.model / "config.json", LlamaConfig().max_position_embeddings
+    path.write_text(
+        json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "max_position_embeddings"})
+    )
+    assert place.start(f"data.calibration.length={longest + 1}") == 1
+    assert f"windows of {longest + 1} tokens are longer than the model reads ({longest})" in capsys.readouterr().err
 
 
 def test_nothing_is_calibrated_for_a_stage_that_cannot_begin(
