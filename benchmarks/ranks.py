@@ -4,8 +4,8 @@
         [launch='1 1gpu.yaml;2 2gpus.yaml;2 8gpus_sharded.yaml'] (ranks, and a file of recipes/accelerate or a path)
         [work=FOLDER] [out=benchmarks/results/ranks.json]
 
-Each is a run of the real command, `accelerate launch --config_file ... qat/train.py`, of the recipe's calibration and
-training without a gate, in a folder of its own; all train on the same artifact, which the first one calibrates.
+Each is a run of the real command, `accelerate launch --config_file ... qat/train.py`, of the recipe's training without
+a gate (two steps at least), in a folder of its own; all train on one artifact, which the first rounds to nearest.
 A curve's distance is the largest |loss - loss of the first launch| / that loss over all steps, and that of the KL on
 held-out windows after the last step. efficiency: the first launch's seconds per step / (ranks x this one's).
 `random:LAYERS` is a Llama-3-8B of that many layers with random weights, for speed.
@@ -114,7 +114,7 @@ def once(ranks: int, config: str, output: Path, options: dict[str, str], model: 
     summary = output / "ranks/summary.json"
     if done.returncode:  # the launcher's own traceback comes last, and is long
         why = read_json(summary).get("error") if summary.is_file() else None
-        raise SystemExit(f"{config} ended with {done.returncode}: {why or (done.stdout + done.stderr)[-8000:]}")
+        raise SystemExit(f"{(done.stdout + done.stderr)[-8000:]}\n{config} ended with {done.returncode}: {why}")
     stages = read_json(summary)["stages"]
     train = next(stage for stage in stages if stage["name"] == "train")
     if (there := train["metrics"]["ranks"]) != ranks:

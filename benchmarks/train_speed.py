@@ -8,9 +8,9 @@ Weights, codes and text are random: times do not depend on them. A step is `accu
 tokens. The baseline is Hugging Face's model with AdamW (fused, state in bfloat16), activation checkpointing in every
 block, next-token loss, no teacher. Ours: LEARNED+resident computes the teacher in each micro-batch, LEARNED+cached
 reads its last hidden states from a file made before (its time is stated apart; its memory counts); +packed after that
-is `train.student: packed`, +compiled `train.compile: true`, whose own time is in first_step. As many blocks keep their
-activations as fit under resident_gb and cached_gb of allocated memory. A mode ends early after `seconds`; the number of
-steps is recorded.
+is `train.student: packed`, +compiled `train.compile: true`, whose own time is in the first_step of the first such mode.
+As many blocks keep their activations as fit under resident_gb and cached_gb of allocated memory. A mode ends early
+after `seconds`; the number of steps is recorded.
 """
 
 from __future__ import annotations

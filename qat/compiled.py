@@ -13,13 +13,14 @@ import shutil
 import sysconfig
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qat import plugins
 from qat.fakequant import CompensatedLinear
 from qat.model import Model
 
@@ -33,15 +34,18 @@ def pays(model: Model, tokens: int) -> bool:
     return 8 * tokens * sum(linear.in_features * linear.out_features for linear in linears) > PAYS
 
 
-def refusal(learn: Collection[str], sharded: bool = False) -> str | None:
-    """Why this training cannot be compiled, or None."""
+def refusal(learn: Collection[str], device: torch.device, sharded: bool = False, experts: bool = False) -> str | None:
+    """Why a training on `device` cannot be compiled, or None. sharded: weights over ranks. experts: a mixture."""
     if sharded:
         return "weights that are split over ranks come and go in a block's forward pass"
-    if "norm" in learn:
-        return "learned norms are each a class of their own to torch.compile"
-    compilers = [os.environ["CC"]] if "CC" in os.environ else ["cc", "gcc", "clang"]
+    if experts:
+        return "experts get another number of tokens in every step"
+    if apart := [kind for kind in learn if plugins.stated("qat.learn", kind, "COMPILES") is False]:
+        return f"train.learn has {' and '.join(apart)}, which torch.compile would compile again for each block"
+    variable, names = ("CXX", ["g++"]) if device.type == "cpu" else ("CC", ["gcc", "clang"])
+    compilers = [os.environ[variable]] if variable in os.environ else names
     if not any(shutil.which(name) for name in compilers):
-        return f"torch.compile needs a C compiler, and there is no {' or '.join(compilers)}"
+        return f"torch.compile needs a compiler, and there is no {' or '.join(compilers)} ({variable})"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         return "torch.compile needs Python's headers (Python.h: python3-dev), which are not installed"
     return None
@@ -56,16 +60,22 @@ def compile_blocks(*models: Model) -> None:
                 if isinstance(module, CompensatedLinear):
                     module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
                 elif all(hasattr(module, name) for name in GATED):
-                    module.forward = partial(_gated, module)
+                    module.__class__ = _gated(type(module))  # type: ignore[arg-type]
             block.forward = torch.compile(block.forward, dynamic=False)
 
 
-def _gated(mlp: Any, x: Tensor) -> Tensor:
-    """transformers' gated MLP with both linears first: between them, the activation would be a kernel of its own, whose
-    result is kept for backward, the widest tensor of a block."""
-    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-    out: Tensor = mlp.down_proj(mlp.act_fn(gate) * up)
-    return out
+@cache
+def _gated(kind: Any) -> Any:
+    """The class of transformers' gated MLPs with both linears first: between them, the activation would be a kernel of
+    its own, whose result is kept for backward, the widest tensor of a block. Blocks of one class share the kernels.
+    """
+
+    def forward(mlp: Any, x: Tensor) -> Tensor:
+        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+        out: Tensor = mlp.down_proj(mlp.act_fn(gate) * up)
+        return out
+
+    return type(kind.__name__, (kind,), {"forward": forward})
 
 
 def plain(compiled: bool) -> AbstractContextManager[object]:

@@ -224,7 +224,8 @@ def way_out(error: BaseException) -> str:
             f"machine: {kept}"
         )
     # torch has classes for NCCL and its store, whose names begin like this, and none for gloo
-    if isinstance(error, RuntimeError) and ("/gloo/" in said or type(error).__name__.startswith("Dist")):
+    lost = "/gloo/" in said or "by peer" in said or type(error).__name__.startswith("Dist")
+    if isinstance(error, RuntimeError) and lost:
         return f"another process of this launch is gone: see what it said last, and run again: {kept}"
     return ""
 

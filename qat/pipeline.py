@@ -38,7 +38,7 @@ def check(job: Job) -> None:
         for place, train in enumerate(one.trainings if recipe.until != "calibrate" else ()):
             where = f"train.{place}" if isinstance(one.train, list) else "train"
             where = f"variant {variant}: {where}" if variant else where
-            training.check(train, parent.config.vocab_size, slots, job.device, job.run.world_size, where)
+            training.check(train, parent.config, slots, job.device, job.run.world_size, where)
     if any(step.kind == "gate" for step in job.steps) and (tasks := (recipe.gate or {}).get("tasks")):
         gate.stage.examples_of(tasks, parent.tokenizer, parent.config)
 

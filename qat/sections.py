@@ -289,6 +289,11 @@ class Train(Section):
             lines.append(problem(("student",), f"{why}: take dequantized"))
         if self.patience and not self.validate_every:
             lines.append(problem(("patience",), "counts validations: set validate_every too"))
+        if self.compile is True:
+            apart = [kind for kind in self.learn if plugins.stated("qat.learn", kind, "COMPILES") is False]
+            lines += [
+                problem(("compile",), f"is true, but learn has {kind}: set it to auto or false") for kind in apart
+            ]
         if self.validate_every and self.validate_every > self.steps:
             lines.append(
                 problem(("validate_every",), f"{self.validate_every} is more than steps, which is {self.steps}")

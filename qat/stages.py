@@ -108,6 +108,8 @@ class Run:
         if error is not None:
             interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
             text = "interrupted" if interrupted else manifest.told(error)
+            if isinstance(error, SystemExit) and self.world_size > 1:  # the launcher ends all when one has failed
+                text = "interrupted, or ended by the launcher because another process failed: see what it said"
             self._log.fail(text)
             self._finish = {**self._finish, "status": "failed", "error": text}
             unjudged.forget(self.folder)

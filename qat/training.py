@@ -14,8 +14,10 @@ from accelerate import Accelerator, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration, parse_flag_from_env
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import PretrainedConfig
 
 from qat import compiled, loop, plugins, report
+from qat.arch import arch_of
 from qat.artifact import Artifact, derive
 from qat.backward import blocks_to_checkpoint, tokens_at_once
 from qat.model import Model
@@ -47,7 +49,7 @@ def run(
     windows that it did not train on.
     """
     run_folder, cpu = out.parent, device.type == "cpu"
-    check(train, parent.config.vocab_size, slots, device, PartialState(cpu=cpu).num_processes)
+    check(train, parent.config, slots, device, PartialState(cpu=cpu).num_processes)
     config = ProjectConfiguration(logging_dir=str(run_folder / TRACKERS / out.name.removesuffix(PARTIAL)))
     accelerator = Accelerator(cpu=cpu, mixed_precision="no", log_with=train.trackers or None, project_config=config)
     loop.check_launcher(accelerator)
@@ -55,13 +57,7 @@ def run(
     learn: dict[str, Any] = {kind: options for kind, options in train.learn.items() if kind != "bias" or slots}
     rows = train.batch // accelerator.num_processes
     micro = min(train.micro_batch or rows, rows)
-    # of the launch file; accelerator.distributed_type says FSDP on GPUs only
-    sharded = parse_flag_from_env("ACCELERATE_USE_FSDP") and accelerator.num_processes > 1
-    if sharded and train.student == "packed":
-        raise ValueError(
-            "train.student is packed, but this launch splits weights over ranks: take dequantized, or a launch file "
-            "without FSDP"
-        )
+    sharded = is_sharded(accelerator.num_processes)
     mesh = init_device_mesh(device.type, (accelerator.num_processes,)) if sharded else None
     model = Model(
         parent.config, parent.tensors, device, dtype, resident=True, prepare=Shard(mesh) if mesh is not None else None
@@ -139,13 +135,24 @@ def run(
     return metrics | ({"teacher_tail": teacher.tail} if isinstance(teacher, TopCache) else {})
 
 
+def is_sharded(world: int) -> bool:
+    """Whether the launch file splits weights over the processes; accelerator.distributed_type says so on GPUs only."""
+    return parse_flag_from_env("ACCELERATE_USE_FSDP") and world > 1
+
+
 def check(
-    train: Train, vocabulary: int, slots: Collection[str], device: torch.device, world: int, where: str = "train"
+    train: Train,
+    config: PretrainedConfig,
+    slots: Collection[str],
+    device: torch.device,
+    world: int,
+    where: str = "train",
 ) -> None:
     """Raise ValueError for what cannot be done on this machine, with this model and these engines; needs no artifact.
 
-    vocabulary: of the model. slots: as `run` takes them. world: processes. where: what the recipe calls the section.
+    config: of the model. slots: as `run` takes them. world: processes. where: what the recipe calls the section.
     """
+    sharded, arch = is_sharded(world), arch_of(config)
     there = {str(name) for name in get_available_trackers()}
     for name in train.trackers:  # Accelerate leaves one that is not installed out without a word
         if name not in there:
@@ -161,26 +168,37 @@ def check(
     if set(train.learn) == {"bias"} and not slots:
         why = "has only bias, but the engines of export.engines load none"
         raise ValueError(f"{where}.learn {why}; learn scale too, or set {where} to null")
-    if isinstance(train.teacher, int) and train.teacher > vocabulary:
-        raise ValueError(f"{where}.teacher {train.teacher} is more than the {vocabulary} tokens there are")
+    if isinstance(train.teacher, int) and train.teacher > config.vocab_size:
+        raise ValueError(f"{where}.teacher {train.teacher} is more than the {config.vocab_size} tokens there are")
+    if isinstance(train.checkpoint, int) and train.checkpoint > config.num_hidden_layers:
+        raise ValueError(
+            f"{where}.checkpoint {train.checkpoint} is more than the {config.num_hidden_layers} blocks there are"
+        )
+    if sharded and train.student == "packed":
+        raise ValueError(
+            f"{where}.student is packed, but this launch splits weights over ranks: take dequantized, or a launch file "
+            "without FSDP"
+        )
     if train.cuda_graph is True and device.type != "cuda":
         raise ValueError(f"{where}.cuda_graph is true, but this run computes on {device}: set it to auto or false")
-    if train.compile is True and (against := compiled.refusal(train.learn)):
-        raise ValueError(f"{where}.compile is true, but {against}: set it to false")
+    if train.cuda_graph is True and sharded:
+        raise ValueError(
+            f"{where}.cuda_graph is true, but weights split over ranks move in every step: set it to auto or false"
+        )
+    against = compiled.refusal(train.learn, device, sharded, arch.experts is not None)
+    if train.compile is True and against:
+        raise ValueError(f"{where}.compile is true, but {against}: set it to auto or false")
 
 
 def _kernels(train: Train, learn: Collection[str], model: Model, sharded: bool, tokens: int) -> tuple[bool, bool]:
     """Whether a step is captured in a CUDA graph, and whether blocks are compiled. tokens: of this rank's steps."""
+    experts = model.arch.experts is not None  # their kernels depend on the data
     graph = train.cuda_graph
-    if graph == "auto":  # kernels for experts depend on the data
-        graph = model.device.type == "cuda" and model.arch.experts is None and not sharded
-    elif graph and sharded:
-        raise ValueError("train.cuda_graph is true, but weights split over ranks move in every step: set it to false")
-    against = compiled.refusal(learn, sharded)
-    if train.compile is True and against:
-        raise ValueError(f"train.compile is true, but {against}: set it to false")
+    if graph == "auto":
+        graph = model.device.type == "cuda" and not experts and not sharded
     compiles = train.compile
     if compiles == "auto":
+        against = compiled.refusal(learn, model.device, sharded, experts)
         compiles = graph and not against and compiled.pays(model, tokens)
     return graph, compiles
 

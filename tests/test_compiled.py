@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from qat import compiled
 from qat.backward import Backward, kept_bytes
@@ -31,7 +32,7 @@ def once(student: Student, backward: Backward) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(compiled.refusal([]) is not None, reason="no C compiler")
+@pytest.mark.skipif(compiled.refusal([], torch.device("cpu")) is not None, reason="no C compiler")
 @pytest.mark.parametrize(
     ("family", "cached", "checkpointed"), [("llama", True, 0), ("qwen3", False, 1), ("gemma3_text", False, 0)]
 )
@@ -57,6 +58,23 @@ def test_gradients_are_those_of_the_plain_blocks(tmp_path: Path, family: str, ca
     assert now_kept <= kept - 4 * 2 * 16 * config.intermediate_size
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(compiled.refusal([], torch.device("cpu")) is not None, reason="no C++ compiler")
+def test_blocks_share_what_is_compiled(tmp_path: Path) -> None:
+    """torch.compile gives up on a function after eight versions of it, quietly, and runs it as it is."""
+    made = []
+    for blocks in (4, 12):
+        config = config_of("llama", num_hidden_layers=blocks)
+        artifact = make(tmp_path / str(blocks), config)
+        student = student_of(config, artifact, ("bias", "scale"))
+        compiled.compile_blocks(student, student.teacher)
+        counters.clear()
+        with student.ends():
+            once(student, Backward(Resident(student.teacher), student, {"kl": 1.0}, 1.0, WINDOWS.numel(), 1))
+        made.append(counters["stats"]["unique_graphs"])
+    assert made[0] == made[1] > 0
+
+
 def test_blocks_that_were_not_read_yet_are_compiled_as_well(tmp_path: Path) -> None:
     config = config_of("llama")
     model = Model(config, make(tmp_path, config), resident=True)
@@ -65,16 +83,21 @@ def test_blocks_that_were_not_read_yet_are_compiled_as_well(tmp_path: Path) -> N
 
 
 def test_what_cannot_be_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: name == "clang" and name)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
     monkeypatch.delenv("CC", raising=False)
-    assert compiled.refusal(["bias"]) is None
-    assert "norms" in str(compiled.refusal(["bias", "norm"]))
-    assert "split over ranks" in str(compiled.refusal(["bias"], sharded=True))
-    monkeypatch.setenv("CC", "icx")
-    assert "C compiler, and there is no icx" in str(compiled.refusal(["bias"]))
-    monkeypatch.delenv("CC")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: name in ("g++", "clang") and name)
+    assert compiled.refusal(["bias"], cpu) is None and compiled.refusal(["bias"], gpu) is None
+    assert "norm" in str(compiled.refusal(["bias", "norm"], gpu))
+    assert "split over ranks" in str(compiled.refusal(["bias"], gpu, sharded=True))
+    assert "experts" in str(compiled.refusal(["bias"], gpu, experts=True))
+    monkeypatch.setenv("CC", "icx")  # Triton compiles C, inductor's kernels for a CPU are C++
+    assert compiled.refusal(["bias"], cpu) is None
+    assert "there is no icx (CC)" in str(compiled.refusal(["bias"], gpu))
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: name == "icx" and name)
+    assert "there is no g++ (CXX)" in str(compiled.refusal(["bias"], cpu)) and compiled.refusal(["bias"], gpu) is None
     monkeypatch.setattr(compiled.sysconfig, "get_path", lambda name: "/nowhere")
-    assert "Python.h" in str(compiled.refusal(["bias"]))
+    assert "Python.h" in str(compiled.refusal(["bias"], gpu))
 
 
 def test_it_pays_by_the_work_there_is() -> None:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from qat import compiled, loop, pipeline, report, resume, training
 from qat.artifact import Artifact
 from qat.job import Job
-from qat.recipe import load
+from qat.recipe import RecipeError, load
 from qat.sections import Train
 from qat.stages import Run
 from qat.tokens import Corpus
@@ -135,7 +135,7 @@ def test_a_packed_student_leaves_the_same_bytes(bench: Bench, tmp_path: Path, le
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(compiled.refusal([]) is not None, reason="no C compiler")
+@pytest.mark.skipif(compiled.refusal([], torch.device("cpu")) is not None, reason="no C compiler")
 def test_a_compiled_training_learns_the_same(bench: Bench, tmp_path: Path) -> None:
     plain = run_stage(bench, tmp_path / "plain", RATES, checkpoint=1)
     made = run_stage(bench, tmp_path / "compiled", RATES, checkpoint=1, compile=True, student="packed")
@@ -165,10 +165,32 @@ def test_what_cannot_be_done_is_an_error(bench: Bench, tmp_path: Path, more: dic
         run_stage(bench, tmp_path / "out", RATES, **more)
 
 
+def test_learned_norms_and_compile_are_no_recipe() -> None:
+    with pytest.raises(RecipeError, match=r"train\.compile: is true, but learn has norm: set it to auto or false"):
+        load(["recipe=micro.yaml", "train.learn={scale: {}, norm: {}}", "train.compile=true"])
+
+
+@pytest.mark.parametrize(("key", "why"), [
+    ("student=packed", "train.1.student is packed, but this launch splits weights over ranks"),
+    ("compile=true", "train.1.compile is true, but weights that are split over ranks come and go"),
+])  # fmt: skip
+def test_what_split_weights_cannot_do_is_said_before_calibration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, why: str
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    small = "learn: scale, steps: 3, length: 32, batch: 2"
+    stages = f"train=[{{{small}}}, {{{small}, {key.replace('=', ': ')}}}]"
+    recipe = load(["recipe=micro.yaml", f"output={tmp_path}", "compute.device=cpu", stages])
+    with Run(recipe, rank=0, world_size=2) as folder:
+        job = Job(folder, pipeline.task_texts)
+        with pytest.raises(ValueError, match=re.escape(why)):
+            pipeline.check(job)
+
+
 @pytest.mark.parametrize(("overrides", "why"), [
     (["train.teacher=5000"], "train.teacher 5000 is more than the 257 tokens there are"),
     (["train.cuda_graph=true"], "train.cuda_graph is true, but this run computes on cpu"),
-    (["train.learn={scale: {}, norm: {}}", "train.compile=true"], "train.compile is true, but learned norms are"),
+    (["train.checkpoint=3"], "train.checkpoint 3 is more than the 2 blocks there are"),
     (["train.learn={scale: {}, bias: {start: mean, skip_tokens: 32}}"],
      "train.learn.bias.skip_tokens 32 leaves nothing of windows of 32; take fewer"),
     (["train.batch=3"], "train.batch 3 does not split over 2 processes; use a multiple of 2"),

@@ -18,6 +18,7 @@ VERSION = 1
 DTYPES = {"int4", "int8", "fp8_e4m3"}
 NEEDS_ZERO = False
 PART = "norm"
+COMPILES = False  # a norm that is learned has a class of its own, for which torch.compile starts again
 PER = "value"
 
 
