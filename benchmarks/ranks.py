@@ -41,6 +41,12 @@ FIXED = [
 
 def main(argv: list[str]) -> None:
     options = read(argv, DEFAULTS)
+    for launch in options["launch"].split(";"):
+        ranks, _, config = launch.partition(" ")
+        if not (ranks.isdigit() and Path("recipes/accelerate", config).is_file()):
+            raise SystemExit(f"launch={launch!r} is not RANKS FILE, with a file of recipes/accelerate or a path")
+    if not (options["steps"].isdigit() and int(options["steps"]) > 1):
+        raise SystemExit(f"steps={options['steps']}: at least 2, as seconds are from one step to the next")
     with tempfile.TemporaryDirectory(dir=options["work"] or None) as folder:
         compare(options, Path(folder))
 

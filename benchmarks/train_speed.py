@@ -2,7 +2,7 @@
 
     python benchmarks/train_speed.py [config=llama3-8b|tiny|FOLDER] [layers=32] [length=4096] [micro=1] \\
         [accumulate=4] [steps=40] [warmup=5] [seconds=100] [modes='baseline;bias+resident;...'] [graph=auto] \\
-        [group=128] [resident_gb=60] [cached_gb=40] [out=benchmarks/results/train_speed.json]
+        [group=128] [resident_gb=60] [cached_gb=40] [device=cuda|cpu] [out=benchmarks/results/train_speed.json]
 
 Weights, codes and text are random: times do not depend on them. A step is `accumulate` micro-batches of micro x length
 tokens. The baseline is Hugging Face's model with AdamW (fused, state in bfloat16), activation checkpointing in every
@@ -25,16 +25,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from _options import read
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from qat import plugins
 from qat.arch import arch_of
 from qat.backward import Backward, blocks_to_checkpoint
-from qat.compiled import compile_blocks
+from qat.compiled import compile_blocks, refusal
 from qat.model import Model
 from qat.quant import Quantized
 from qat.scheme import Scheme
@@ -205,11 +206,13 @@ def micro_batches(index: int, given: dict[str, Any]) -> tuple[Tensor, ...]:
 
 def main(argv: list[str]) -> None:
     given = dict(DEFAULTS)
-    for argument in argv:
-        key, _, value = argument.partition("=")
-        if key not in DEFAULTS:
-            raise SystemExit(f"{key!r} is not known; known: {', '.join(DEFAULTS)}")
-        given[key] = type(DEFAULTS[key])(value)
+    for key, value in read(argv, {key: str(value) for key, value in DEFAULTS.items()}).items():
+        try:
+            given[key] = type(DEFAULTS[key])(value)
+        except ValueError as error:
+            raise SystemExit(f"{key}={value}: {error}") from None
+    if given["steps"] < 1 or given["warmup"] < 1:
+        raise SystemExit("steps and warmup must be 1 or more")
     named = SHAPES.get(given["config"])
     config = LlamaConfig(**named) if named else AutoConfig.from_pretrained(given["config"])
     config.num_hidden_layers = given["layers"] or config.num_hidden_layers
@@ -224,6 +227,8 @@ def main(argv: list[str]) -> None:
     for mode in given["modes"].split(";"):
         learned, *how = mode.split("+")
         known = how[:1] in (["resident"], ["cached"]) and {*how[1:]} <= {"packed", "compiled"}
+        if "compiled" in how and (why := refusal(learned.split(","), torch.device(given["device"]))):
+            raise SystemExit(f"mode {mode!r}: {why}")
         if mode != "baseline" and not known:
             raise SystemExit(
                 f"mode {mode!r} is not baseline, LEARNED+resident or LEARNED+cached, nor +packed or +compiled of these"

@@ -72,6 +72,12 @@ def trained(metrics: dict[str, Any]) -> str:
     said = f"{steps} steps; KL on held-out windows of the training text from {start:.5f} to {end:.5f}"
     if (tail := metrics.get("teacher_tail")) is not None:
         said += f"; trained on the parent's likeliest tokens, which leave out {tail:.2%} of its probability"
+    if seconds := metrics.get("seconds_per_step"):
+        ranks = metrics.get("ranks", 1)
+        how = [f"{ranks} processes"] if ranks > 1 else []
+        words = (("sharded", "weights split over them"), ("cuda_graph", "CUDA graph"), ("compiled", "compiled"))
+        how += [word for key, word in words if metrics.get(key)]
+        said += f"; {seconds:.3g} s a step" + (f" ({', '.join(how)})" if how else "")
     return said + (f"; ended early: {metrics['ended']}" if metrics["ended"] else "")
 
 

@@ -98,7 +98,7 @@ def test_every_stage_is_cached_and_measured(tmp_path: Path) -> None:
     assert {name: len(losses) for name, losses in report["training"].items()} == {"train-1": 3, "train-2": 2}
     facts = dict(report["facts"])
     assert facts["train-1"].startswith("3 steps; KL on held-out windows of the training text from ")
-    assert facts["train-1"].endswith(facts["train-2"].split("from ")[1].split(" to ")[0])  # where the next one starts
+    assert f"to {facts['train-2'].split('from ')[1].split(' to ')[0]};" in facts["train-1"]  # where the next one starts
     card = next(run.glob("release-*/compressed_tensors/README.md")).read_text()
     steps = "steps of 2 x 32 tokens by the KL to the parent's logits"
     assert f"; scale trained for 3 {steps}; then bias trained for 2 {steps} and the cross-entropy of the next" in card
@@ -176,3 +176,14 @@ def test_mistakes_in_a_list_of_stages_have_their_place(override: str, line: str)
     with pytest.raises(RecipeError) as error:
         load(["recipe=micro.yaml", BOTH.replace("{bias: 3e-3}", "{bias: {rate: 3e-3}}"), override])
     assert line in str(error.value)
+
+
+@pytest.mark.parametrize(("more", "how"), [
+    ({}, ""),
+    ({"seconds_per_step": 0.25, "ranks": 1}, "; 0.25 s a step"),
+    ({"seconds_per_step": 0.25, "ranks": 2, "sharded": True}, "; 0.25 s a step (2 processes, weights split over them)"),
+    ({"seconds_per_step": 2, "cuda_graph": True, "compiled": True}, "; 2 s a step (CUDA graph, compiled)"),
+])  # fmt: skip
+def test_the_report_says_how_steps_were_computed(more: dict[str, Any], how: str) -> None:
+    said = results.trained({"loss": [1.0, 0.5], "kl_start": 0.2, "kl_end": 0.1, "ended": None, **more})
+    assert said == "2 steps; KL on held-out windows of the training text from 0.20000 to 0.10000" + how
