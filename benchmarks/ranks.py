@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
 from _options import read
 
 from qat.manifest import read_json
@@ -55,7 +56,6 @@ def compare(options: dict[str, str], work: Path) -> None:
     model = options["model"]
     if model.startswith("random:"):
         import calibration_inputs as made
-        import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = str(made.random_llama(int(model.partition(":")[2]), work / "model", device))
@@ -77,7 +77,7 @@ def compare(options: dict[str, str], work: Path) -> None:
         apart = max(abs(a - b) / b for a, b in zip(found["loss"], first["loss"], strict=True))
         row = {
             "model": options["model"],
-            "machine": machine(),
+            "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "launch": Path(config).name,
             "ranks": int(ranks),
             "steps": int(options["steps"]),
@@ -94,12 +94,6 @@ def compare(options: dict[str, str], work: Path) -> None:
         results.append(row)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-
-
-def machine() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def once(ranks: int, config: str, output: Path, options: dict[str, str], model: str) -> dict[str, Any]:

@@ -114,10 +114,11 @@ class RandomArtifact(RandomTensors):
 
 def timed(step: Callable[[int], float], given: dict[str, Any]) -> dict[str, Any]:
     """Run warm-up and measured steps; each is timed to its end (the loss is read)."""
-    ends = [time.perf_counter()]
-    for index in range(given["warmup"]):
+    start = time.perf_counter()
+    step(0)
+    first = time.perf_counter() - start
+    for index in range(1, given["warmup"]):
         step(index)
-        ends.append(time.perf_counter())
     if given["device"] == "cuda":
         torch.cuda.synchronize()
     seconds: list[float] = []
@@ -130,7 +131,7 @@ def timed(step: Callable[[int], float], given: dict[str, Any]) -> dict[str, Any]
     tokens = given["micro"] * given["length"] * given["accumulate"]
     peak = torch.cuda.max_memory_allocated() / 1e9 if given["device"] == "cuda" else None
     middle = statistics.median(seconds)
-    return {"tokens_per_second": tokens / middle, "first_step": ends[1] - ends[0], "seconds_per_step": middle,
+    return {"tokens_per_second": tokens / middle, "first_step": first, "seconds_per_step": middle,
             "steps": len(seconds), "loss": loss, "slowest": max(seconds), "peak_gpu_gb": peak}  # fmt: skip
 
 
@@ -204,6 +205,18 @@ def micro_batches(index: int, given: dict[str, Any]) -> tuple[Tensor, ...]:
     return torch.arange(index * rows, (index + 1) * rows).split(given["micro"])
 
 
+def check(mode: str, device: torch.device) -> None:
+    """End the script for a mode that is none, before any is measured."""
+    learned, *how = mode.split("+")
+    known = how[:1] in (["resident"], ["cached"]) and {*how[1:]} <= {"packed", "compiled"}
+    if mode != "baseline" and not known:
+        raise SystemExit(
+            f"mode {mode!r} is not baseline, LEARNED+resident or LEARNED+cached, nor +packed or +compiled of these"
+        )
+    if "compiled" in how and (why := refusal(learned.split(","), device)):
+        raise SystemExit(f"mode {mode!r}: {why}")
+
+
 def main(argv: list[str]) -> None:
     given = dict(DEFAULTS)
     for key, value in read(argv, {key: str(value) for key, value in DEFAULTS.items()}).items():
@@ -213,6 +226,8 @@ def main(argv: list[str]) -> None:
             raise SystemExit(f"{key}={value}: {error}") from None
     if given["steps"] < 1 or given["warmup"] < 1:
         raise SystemExit("steps and warmup must be 1 or more")
+    for mode in given["modes"].split(";"):
+        check(mode, torch.device(given["device"]))
     named = SHAPES.get(given["config"])
     config = LlamaConfig(**named) if named else AutoConfig.from_pretrained(given["config"])
     config.num_hidden_layers = given["layers"] or config.num_hidden_layers
@@ -226,13 +241,6 @@ def main(argv: list[str]) -> None:
     plain: float | None = None
     for mode in given["modes"].split(";"):
         learned, *how = mode.split("+")
-        known = how[:1] in (["resident"], ["cached"]) and {*how[1:]} <= {"packed", "compiled"}
-        if "compiled" in how and (why := refusal(learned.split(","), torch.device(given["device"]))):
-            raise SystemExit(f"mode {mode!r}: {why}")
-        if mode != "baseline" and not known:
-            raise SystemExit(
-                f"mode {mode!r} is not baseline, LEARNED+resident or LEARNED+cached, nor +packed or +compiled of these"
-            )
         torch.manual_seed(0)
         if given["device"] == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat import plugins
 from qat.fakequant import CompensatedLinear
 from qat.model import Model
+from qat.sections import not_compiled
 
 GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
 PAYS = 5e16  # FLOPs of a training that compilation shortens by more than it takes: 90 s on one H200 (benchmarks/LOG.md)
@@ -40,7 +40,7 @@ def refusal(learn: Collection[str], device: torch.device, sharded: bool = False,
         return "weights that are split over ranks come and go in a block's forward pass"
     if experts:
         return "experts get another number of tokens in every step"
-    if apart := [kind for kind in learn if plugins.stated("qat.learn", kind, "COMPILES") is False]:
+    if apart := not_compiled(learn):
         return f"train.learn has {' and '.join(apart)}, which torch.compile would compile again for each block"
     variable, names = ("CXX", ["g++"]) if device.type == "cpu" else ("CC", ["gcc", "clang"])
     compilers = [os.environ[variable]] if variable in os.environ else names

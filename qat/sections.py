@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -170,6 +170,11 @@ Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "clea
 LOSSES = ("kl", "ce", "hidden")
 
 
+def not_compiled(learn: Iterable[str]) -> list[str]:
+    """Those of the learnables whose blocks torch.compile would compile again and again."""
+    return [kind for kind in learn if plugins.stated("qat.learn", kind, "COMPILES") is False]
+
+
 class Train(Section):
     """The compensation that is learned with the codes frozen."""
 
@@ -289,11 +294,9 @@ class Train(Section):
             lines.append(problem(("student",), f"{why}: take dequantized"))
         if self.patience and not self.validate_every:
             lines.append(problem(("patience",), "counts validations: set validate_every too"))
-        if self.compile is True:
-            apart = [kind for kind in self.learn if plugins.stated("qat.learn", kind, "COMPILES") is False]
-            lines += [
-                problem(("compile",), f"is true, but learn has {kind}: set it to auto or false") for kind in apart
-            ]
+        if self.compile is True and (apart := not_compiled(self.learn)):
+            why = f"is true, but learn has {' and '.join(apart)}: set it to auto or false"
+            lines.append(problem(("compile",), why))
         if self.validate_every and self.validate_every > self.steps:
             lines.append(
                 problem(("validate_every",), f"{self.validate_every} is more than steps, which is {self.steps}")

@@ -152,7 +152,7 @@ def check(
 
     config: of the model. slots: as `run` takes them. world: processes. where: what the recipe calls the section.
     """
-    sharded, arch = is_sharded(world), arch_of(config)
+    sharded = is_sharded(world)
     there = {str(name) for name in get_available_trackers()}
     for name in train.trackers:  # Accelerate leaves one that is not installed out without a word
         if name not in there:
@@ -185,9 +185,10 @@ def check(
         raise ValueError(
             f"{where}.cuda_graph is true, but weights split over ranks move in every step: set it to auto or false"
         )
-    against = compiled.refusal(train.learn, device, sharded, arch.experts is not None)
-    if train.compile is True and against:
-        raise ValueError(f"{where}.compile is true, but {against}: set it to auto or false")
+    if train.compile is True:
+        against = compiled.refusal(train.learn, device, sharded, arch_of(config).experts is not None)
+        if against:
+            raise ValueError(f"{where}.compile is true, but {against}: set it to auto or false")
 
 
 def _kernels(train: Train, learn: Collection[str], model: Model, sharded: bool, tokens: int) -> tuple[bool, bool]:

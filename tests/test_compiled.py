@@ -19,6 +19,8 @@ from tests.test_student import student_of
 
 WINDOWS = torch.randint(128, (4, 16), generator=torch.Generator().manual_seed(4))
 NUMBERS = torch.arange(4)
+WHY_NOT = compiled.refusal([], torch.device("cpu"))
+needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
 def once(student: Student, backward: Backward) -> list[torch.Tensor]:
@@ -32,7 +34,7 @@ def once(student: Student, backward: Backward) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(compiled.refusal([], torch.device("cpu")) is not None, reason="no C compiler")
+@needs_compiler
 @pytest.mark.parametrize(
     ("family", "cached", "checkpointed"), [("llama", True, 0), ("qwen3", False, 1), ("gemma3_text", False, 0)]
 )
@@ -59,7 +61,7 @@ def test_gradients_are_those_of_the_plain_blocks(tmp_path: Path, family: str, ca
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(compiled.refusal([], torch.device("cpu")) is not None, reason="no C++ compiler")
+@needs_compiler
 def test_blocks_share_what_is_compiled(tmp_path: Path) -> None:
     """torch.compile gives up on a function after eight versions of it, quietly, and runs it as it is."""
     made = []

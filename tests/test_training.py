@@ -15,7 +15,7 @@ from accelerate.tracking import GeneralTracker
 from accelerate.utils import LoggerType
 from pydantic import ValidationError
 
-from qat import compiled, loop, pipeline, report, resume, training
+from qat import loop, pipeline, report, resume, training
 from qat.artifact import Artifact
 from qat.job import Job
 from qat.recipe import RecipeError, load
@@ -24,6 +24,7 @@ from qat.stages import Run
 from qat.tokens import Corpus
 from tests.artifacts import ALL
 from tests.bench import LENGTH, RATES, Bench
+from tests.test_compiled import needs_compiler
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +136,7 @@ def test_a_packed_student_leaves_the_same_bytes(bench: Bench, tmp_path: Path, le
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(compiled.refusal([], torch.device("cpu")) is not None, reason="no C compiler")
+@needs_compiler
 def test_a_compiled_training_learns_the_same(bench: Bench, tmp_path: Path) -> None:
     plain = run_stage(bench, tmp_path / "plain", RATES, checkpoint=1)
     made = run_stage(bench, tmp_path / "compiled", RATES, checkpoint=1, compile=True, student="packed")
