@@ -8,14 +8,15 @@
 
 Each line is a piece of less than 8 minutes; a row that is measured again replaces the old one in --out
 (benchmarks/results/serving.json, vllm_gpu.json), so results come together over several machines. Run it in vLLM's
-environment (0.26 or later). `speed --models int4 int4-bias` takes fewer of them, `--mode graphs` leaves torch.compile
-out and `--mode eager` CUDA graphs too. On a CPU: `make F --shape tiny`, `speed F --mode eager --rounds 3`, `check`.
+environment (0.26 or later). `speed --models int4 int4-bias:marlin` takes others, the latter with vLLM's linear_backend,
+`--mode graphs` leaves torch.compile out and `--mode eager` CUDA graphs too. On a CPU: `make F --shape tiny`,
+`speed F --mode eager --rounds 3`, `check`.
 
-speed   Three engines are loaded at once, each a process: `bf16`, `int4` (GPTQ, symmetric, groups of 128) and
+speed   Three engines share the machine, each a process: `bf16`, `int4` (GPTQ, symmetric, groups of 128) and
         `int4-bias`, the same codes with a bias on every linear. They take turns on the same prompts, the one that
-        begins another in each round, while the others wait. Of a batch: seconds to the first token (a run of one
-        token), between tokens (the rest of a run), tokens a second; medians over rounds, and medians and quartiles of
-        the ratios within rounds.
+        begins another in each round, while the others wait. Of a batch, after a short run that is not timed: seconds to
+        the first token (a run of one token), between tokens (the rest of a run), tokens a second; medians over rounds,
+        and medians and quartiles of the ratios within rounds.
 check   benchmarks/vllm_cpu.py in bfloat16: KL to the dequantized reference, with the flags of the biases on and off,
         and what vLLM logs of its kernels. The exit code is 0 when each that loads agrees.
 """
@@ -28,6 +29,7 @@ import os
 import statistics
 import sys
 import time
+from itertools import combinations
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,97 +37,9 @@ from typing import Any
 
 import torch
 import vllm_cpu  # beside this file; sets what vLLM reads from the environment before it is imported
-from safetensors.torch import save_file
-from torch import Tensor
+from serving_models import MODELS, SHAPES, make
 
-MODELS = ("int4-bias", "int4", "bf16")
-PAIRS = (("int4-bias", "int4"), ("int4", "bf16"), ("int4-bias", "bf16"))
-GROUP, LAYERS_PER_FILE = 128, 4
-BASE = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_act": "silu",
-    "rms_norm_eps": 1e-5, "initializer_range": 0.02, "max_position_embeddings": 8192, "tie_word_embeddings": False,
-    "bos_token_id": 0, "eos_token_id": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-}  # fmt: skip
-SHAPES = {
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
-    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 4096},
-}  # fmt: skip
-GPTQ = {
-    "quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False, "lm_head": False,
-    "checkpoint_format": "gptq",
-}  # fmt: skip
-
-
-def linears(shape: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of the linears of a block."""
-    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-    heads, shared = (shape[f"num_{kind}_heads"] * shape["head_dim"] for kind in ("attention", "key_value"))
-    sizes = {"self_attn.q_proj": (heads, hidden), "self_attn.k_proj": (shared, hidden)}
-    sizes |= {"self_attn.v_proj": (shared, hidden), "self_attn.o_proj": (hidden, heads)}
-    return sizes | {
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-
-
-def quantized(rows: int, columns: int, device: str) -> dict[str, Tensor]:
-    """Random codes as AutoGPTQ stores them, scales such that weights have a standard deviation of about 0.02."""
-    groups = columns // GROUP
-    return {
-        "qweight": torch.randint(-(2**31), 2**31, (columns // 8, rows), dtype=torch.int32, device=device),
-        "qzeros": torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32),
-        "scales": (0.0035 + 0.0017 * torch.rand(groups, rows, device=device)).half(),
-        "g_idx": torch.arange(columns, dtype=torch.int32) // GROUP,
-    }
-
-
-def make(folder: Path, shape: dict[str, int]) -> None:
-    """FOLDER/bf16, int4 and int4-bias; the last two share the files of their weights."""
-    device, hidden = "cuda" if torch.cuda.is_available() else "cpu", shape["hidden_size"]
-    torch.manual_seed(0)
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(sizes, device=device, dtype=torch.bfloat16) * 0.02
-
-    ones = torch.ones(hidden, dtype=torch.bfloat16)
-    ends = {name: normal(shape["vocab_size"], hidden) for name in ("model.embed_tokens.weight", "lm_head.weight")}
-    biases: dict[str, Tensor] = {}
-    for name in MODELS:
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        flags = dict.fromkeys(vllm_cpu.FLAGS, name == "int4-bias")
-        config = BASE | shape | flags | ({} if name == "bf16" else {"quantization_config": GPTQ})
-        (folder / name / "config.json").write_text(json.dumps(config, indent=1))
-    for start in range(0, shape["num_hidden_layers"], LAYERS_PER_FILE):
-        file, plain, packed = f"blocks-{start:03d}.safetensors", dict[str, Tensor](), dict[str, Tensor]()
-        for index in range(start, min(start + LAYERS_PER_FILE, shape["num_hidden_layers"])):
-            block = f"model.layers.{index}."
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                plain[f"{block}{norm}.weight"] = packed[f"{block}{norm}.weight"] = ones.clone()
-            for leaf, (rows, columns) in linears(shape).items():
-                plain[f"{block}{leaf}.weight"] = normal(rows, columns)
-                packed |= {f"{block}{leaf}.{part}": t for part, t in quantized(rows, columns, device).items()}
-                biases[f"{block}{leaf}.bias"] = normal(rows)
-        save(plain, folder / "bf16" / file)
-        save(packed, folder / "int4-bias" / file)
-        link(folder, file, "int4")
-        print(f"{file} of {shape['num_hidden_layers']} blocks", flush=True)
-    save(ends | {"model.norm.weight": ones}, folder / "int4-bias" / "ends.safetensors")
-    link(folder, "ends.safetensors", "int4", "bf16")
-    save(biases, folder / "int4-bias" / "biases.safetensors")
-
-
-def link(folder: Path, file: str, *others: str) -> None:
-    """A file of int4-bias for other models as well."""
-    for other in others:
-        (folder / other / file).unlink(missing_ok=True)
-        (folder / other / file).symlink_to((folder / "int4-bias" / file).resolve())
-
-
-def save(tensors: dict[str, Tensor], file: Path) -> None:
-    save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, file, {"format": "pt"})
+WARM_UP = 8  # tokens before each timed run: after the others' turns the first ones are slow
 
 
 def settings(mode: str, share: float, cache_gib: int) -> dict[str, Any]:
@@ -182,13 +96,16 @@ def serve(folder: Path, how: dict[str, Any], longest: int, batch: int, pipe: Con
 def speed(options: argparse.Namespace) -> int:
     """Rows of serving.json: one for each batch."""
     longest, how = options.inputs + options.outputs + 1, settings(options.mode, share=0.25, cache_gib=4)
-    engines, loaded, processes = dict[str, Connection](), dict[str, Any](), list[Any]()
+    engines, processes = dict[str, Connection](), list[Any]()
     rows = {row["name"]: row for row in json.loads(options.out.read_text())} if options.out.exists() else {}
     try:
-        for name in options.models:  # one after the other: vLLM measures free memory while it loads
-            loaded[name] = begin(name, options.folder / name, how, longest, max(options.batch), engines, processes)
-            if "error" in loaded[name]:
-                return 1
+        asked = {}
+        for name in options.models:
+            folder, _, kernel = name.partition(":")
+            asked[name] = options.folder / folder, how | ({"linear_backend": kernel} if kernel else {})
+        loaded = begin(asked, longest, max(options.batch), engines, processes)
+        if len(engines) < len(options.models):
+            return 1
         for batch in options.batch:
             title = f"{options.folder.name} batch {batch} {options.mode} {' '.join(options.models)}"
             rows[title] = {
@@ -205,22 +122,30 @@ def speed(options: argparse.Namespace) -> int:
 
 
 def begin(
-    name: str, folder: Path, how: dict[str, Any], longest: int, batch: int, engines: dict[str, Connection],
+    asked: dict[str, tuple[Path, dict[str, Any]]], longest: int, batch: int, engines: dict[str, Connection],
     processes: list[Any],
-) -> dict[str, Any]:  # fmt: skip
-    """Start an engine in a process of its own; what it says once it is loaded, or {error}. Adds to the last two."""
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    processes.append(context.Process(target=serve, args=(folder, how, longest, batch, theirs)))
-    processes[-1].start()
-    theirs.close()
-    try:
-        said: dict[str, Any] = ours.recv()
-    except EOFError:
-        said = {"error": "the process died; its words are above"}
-    if "error" not in said:
-        engines[name] = ours
-    print(f"{name}: {said}", flush=True)
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Start engines, {name: (folder, vLLM's arguments)}, each in a process of its own; what each says, or {error}.
+
+    Adds to the last two. On a GPU they load at once: how much memory each takes is said, so none measures the others.
+    """
+    context, said, waiting = get_context("spawn"), dict[str, dict[str, Any]](), dict[str, Connection]()
+    for number, (name, (folder, how)) in enumerate(asked.items(), 1):
+        waiting[name], theirs = context.Pipe()
+        processes.append(context.Process(target=serve, args=(folder, how, longest, batch, theirs)))
+        processes[-1].start()
+        theirs.close()
+        if vllm_cpu.GPU and number < len(asked):
+            continue
+        for started, ours in waiting.items():
+            try:
+                said[started] = ours.recv()
+            except EOFError:
+                said[started] = {"error": "the process died; its words are above"}
+            if "error" not in said[started]:
+                engines[started] = ours
+            print(f"{started}: {said[started]}", flush=True)
+        waiting.clear()
     return said
 
 
@@ -238,21 +163,21 @@ def measured(
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             seconds = []
-            for length in (1, outputs):
+            for length in (WARM_UP, 1, outputs):
                 engines[name].send((batch, inputs, length, number + 1))
                 seconds.append(engines[name].recv())
+            del seconds[0]
             if number >= 0:
                 kept[name]["first_token_s"].append(seconds[0])
                 kept[name]["inter_token_s"].append((seconds[1] - seconds[0]) / (outputs - 1))
                 kept[name]["tokens_per_s"].append(batch * outputs / seconds[1])
     medians = {name: {key: statistics.median(values) for key, values in kept[name].items()} for name in names}
     ratios = {}
-    for ours, theirs in PAIRS:
-        if ours in kept and theirs in kept:
-            for key in kept[ours]:
-                each = [a / b for a, b in zip(kept[ours][key], kept[theirs][key], strict=True)]
-                low, middle, high = statistics.quantiles(each, n=4)
-                ratios[f"{ours} / {theirs} {key}"] = {"median": middle, "quartiles": [low, high], "rounds": len(each)}
+    for ours, theirs in combinations(names, 2):
+        for key in kept[ours]:
+            each = [a / b for a, b in zip(kept[ours][key], kept[theirs][key], strict=True)]
+            low, middle, high = statistics.quantiles(each, n=4)
+            ratios[f"{ours} / {theirs} {key}"] = {"median": middle, "quartiles": [low, high], "rounds": len(each)}
     return {"medians": medians, "ratios": ratios, "rounds": kept}
 
 
@@ -288,7 +213,7 @@ def main() -> int:
     make_.add_argument("--shape", choices=SHAPES, default="8b")
     speed_ = commands.add_parser("speed")
     speed_.add_argument("folder", type=Path)
-    speed_.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    speed_.add_argument("--models", nargs="+", default=list(MODELS), help="folders in FOLDER, NAME or NAME:KERNEL")
     speed_.add_argument("--batch", nargs="+", type=int, default=[1, 32])
     speed_.add_argument("--inputs", type=int, default=128, help="tokens of a prompt")
     speed_.add_argument("--outputs", type=int, default=128, help="tokens of an answer")

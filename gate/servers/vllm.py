@@ -8,16 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 HEALTH = "/health"  # answers 200 once it serves
 NAME = "measured"  # in requests
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
-def serve(program: str, folder: Path, port: int, dtype: str, arguments: Sequence[str]) -> list[str]:
-    """The command that serves `folder`. Prefixes are not cached: every prompt is to be read."""
+def serve(program: str, folder: Path, port: int, dtype: str, batch: int, arguments: Sequence[str]) -> list[str]:
+    """The command that serves `folder`. Prefixes are not cached: every prompt is to be read.
+
+    batch: the most requests at once. By default vLLM prepares CUDA graphs for hundreds, which takes minutes a start.
+    """
     words = ["serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
-    words += ["--served-model-name", NAME]
+    words += ["--served-model-name", NAME, "--max-num-seqs", str(batch)]
     return [*_call(program), *words, "--no-enable-prefix-caching", *arguments]
 
 

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from gate.servers.vllm import ENVIRONMENT, HEALTH, bench, read, serve, weights_gb
 
-VERSION = 1
+VERSION = 2
 __all__ = ["ENVIRONMENT", "HEALTH", "VERSION", "bench", "read", "serve", "weights_gb"]

@@ -61,7 +61,7 @@ def _once(engine: Any, folder: Path, dtype: str, asked: Mapping[str, Any], into:
     """Start the engine, run its benchmark for each batch, add the numbers."""
     with tempfile.TemporaryDirectory(prefix="tare-") as work:
         log, port = Path(work, "log"), _free_port()
-        command = engine.serve(asked["program"], folder, port, dtype, asked["arguments"])
+        command = engine.serve(asked["program"], folder, port, dtype, max(asked["batches"]), asked["arguments"])
         environment = {**os.environ, **NO_PROXY, **engine.ENVIRONMENT}
         with _running(command, log, environment) as server:
             _wait(server, log, f"http://127.0.0.1:{port}{engine.HEALTH}")

@@ -29,7 +29,7 @@ log = open(os.environ["FAKE_LOG"], "a")
 def config(folder):
     return json.load(open(folder + "/config.json"))
 if sys.argv[1] == "serve":
-    print("serve", sys.argv[2], os.getpid(), file=log, flush=True)
+    print("serve", sys.argv[2], os.getpid(), given["--max-num-seqs"], file=log, flush=True)
     if "broken" in config(sys.argv[2]):
         sys.exit("ValueError: no kernel for this")
     if "silent" in config(sys.argv[2]):
@@ -89,6 +89,7 @@ def test_parent_and_exports_are_served_in_turn_and_their_numbers_kept(fake: Path
     # the second pair begins with int4; one that failed is not tried again
     assert [name for name, _ in starts] == ["parent", "int4", "bad", "int4", "parent", "parent", "int4"]
     assert not any(psutil.pid_exists(pid) for _, pid in starts)
+    assert {line[3] for line in lines if line[0] == "serve"} == {"4"}  # prepared for no more requests at once
     assert {tuple(line[2:]) for line in lines if line[0] == "bench"} == {("1", "16", "8"), ("4", "16", "8")}
 
 
