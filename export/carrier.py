@@ -148,6 +148,11 @@ def carrier(
     on = {flag for flag, leaves in declared if fields.get(flag) or leaves & set(biased)}
     always = {leaf for slots in slots_of for leaf in slots.always}
     needed = always.union(*(leaves for flag, leaves in declared if flag in on))
+    unless = [(flag, set(leaves)) for slots in slots_of for flag, leaves in slots.unless.items()]
+    for flag, leaves in unless:  # other readers need the zeros; adding them would cost a kernel in each block
+        fields.pop(flag, None)
+        if leaves & needed and not leaves & set(biased):
+            fields[flag] = False
     by_plugin = frozenset(set(biased) - needed) if PLUGIN in readers else frozenset()
     config_json = _for_readers(fields | dict.fromkeys(on, True), target, _served_in(config, dtype))
     return Carrier(target, config_json, by_plugin | needed, target is not arch, by_plugin)

@@ -131,19 +131,19 @@ def _biases(export: Export, linears: list[str], engines: Collection[str]) -> Ite
             yield Fault("engine", "config.json", what, rule, "choose one of these")
             continue
         slots = export.arch.bias_slots[engine]
-        flags = {flag: bool(getattr(export.config, flag, False)) for flag in slots.by_flag}
-        loaded = set(slots.always).union(*(slots.by_flag[flag] for flag, on in flags.items() if on))
+        loaded = slots.loaded(export.config)
         for name in linears:
             leaf = _leaf(export, name)
-            flag = next((f for f, leaves in slots.by_flag.items() if leaf in leaves), None)
+            flags = [f for f, leaves in (*slots.by_flag.items(), *slots.unless.items()) if leaf in leaves]
             full, shape = f"{name}.bias", export.shapes[f"{name}.weight"][:1]
             entry = export.stored.get(full)
             if entry is not None and leaf not in loaded and export.raw(full).any():  # zeros serve other readers
-                way_out = f"set {flag}: true" if flag else "relabel the architecture or train another slot"
+                off = [flag for flag in flags if not getattr(export.config, flag, flag in slots.unless)]
+                way_out = f"set {' and '.join(off)}: true" if off else "relabel the architecture or train another slot"
                 rule = f"no flag of the config declares it: {engine} drops it silently"
                 yield Fault("bias_dropped", full, "stored", rule, way_out)
             elif entry is None and leaf in loaded:
-                cause = f"{flag} is true" if flag and flags[flag] else f"{export.arch.class_name} always has it"
+                cause = f"{flags[0]} is true" if leaf not in slots.always else f"{export.arch.class_name} always has it"
                 rule = f"{cause}, for every block and every fused linear: {engine} would run on uninitialised memory"
                 yield Fault("bias_missing", full, "missing", rule, "write zeros where nothing was learned")
             elif entry is not None and (entry.dtype not in FLOATS or entry.shape != shape):

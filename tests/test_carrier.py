@@ -60,6 +60,22 @@ def test_the_parents_class_is_kept_while_it_loads_every_bias() -> None:
     assert carry(config_of("mistral"), ["trtllm"], frozenset()) == ("MistralForCausalLM", frozenset())
 
 
+def test_vllm_adds_no_zeros_to_q_k_and_v() -> None:
+    """Its Llama obeys `qkv_bias`; transformers does not know it and reads all four, so all four are stored."""
+    output = frozenset({"self_attn.o_proj"})
+    for family in ("llama", "mistral"):
+        config = config_of(family)
+        for biased, engines, said in (
+            (output | MLP, ["vllm"], False), (output, ["vllm", "trtllm"], False), (output | QKV, ["vllm"], None),
+            (output | {"self_attn.k_proj"}, ["vllm"], None), (MLP, ["vllm"], None), (output, ["trtllm"], None),
+        ):  # fmt: skip
+            found = carrier(arch_of(config), config, engines, biased)
+            assert found.config.get("qkv_bias") is said
+            assert found.biases == (ALL - MLP if biased - MLP else frozenset()) | (MLP & biased)
+    parent = config_of("llama", attention_bias=True, qkv_bias=False)
+    assert "qkv_bias" not in carrier(arch_of(parent), parent, ["vllm"], output | QKV).config
+
+
 def test_relabelled_where_it_does_not() -> None:
     assert carry(config_of("qwen2"), ["vllm"], QKV | {"mlp.up_proj"}) == ("LlamaForCausalLM", ALL)
     assert carry(config_of("qwen2"), ["vllm"], QKV | {"self_attn.o_proj"}) == ("LlamaForCausalLM", ALL - MLP)

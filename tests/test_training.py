@@ -53,6 +53,13 @@ def test_the_stage_leaves_an_artifact_and_its_numbers(bench: Bench, tmp_path: Pa
     assert not any((tmp_path / "out" / name).exists() for name in (resume.RESUME, resume.HISTORY))
 
 
+def test_only_the_linears_asked_for_get_a_bias(bench: Bench, tmp_path: Path) -> None:
+    run_stage(bench, tmp_path / "out", {"bias": {"linears": ["*.o_proj", "mlp.*"]}})
+    added = set(Artifact(tmp_path / "out").stored()) - set(Artifact(bench.start).stored())
+    leaves = {"self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+    assert added == {f"model.layers.{block}.{leaf}.bias" for block in range(2) for leaf in leaves}
+
+
 def test_training_that_makes_it_worse_is_an_error_and_leaves_no_artifact(bench: Bench, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"made the model worse: KL .* went from .*; lower the rates in train\.learn"):
         run_stage(bench, tmp_path / "out", {"bias": 300.0}, steps=2)
@@ -207,6 +214,16 @@ def test_what_training_cannot_do_is_said_before_calibration(
     with Run(recipe, rank=0, world_size=2) as folder:
         job = Job(folder, pipeline.task_texts)
         with pytest.raises(ValueError, match=re.escape(why)):
+            pipeline.check(job)
+
+
+def test_a_pattern_of_biases_that_matches_nothing_is_said_before_calibration(tmp_path: Path) -> None:
+    recipe = load(["recipe=micro.yaml", f"output={tmp_path}", "train.learn={bias: {linears: [mlp.*, attn.*]}}"])
+    with Run(recipe, rank=0, world_size=1) as folder:
+        job = Job(folder, pipeline.task_texts)
+        with pytest.raises(
+            ValueError, match=r"train\.learn\.bias\.linears 'attn\.\*' matches none whose .*: mlp\.down"
+        ):
             pipeline.check(job)
 
 

@@ -16,13 +16,23 @@ from qat import plugins
 
 @dataclass(frozen=True)
 class BiasSlots:
-    """Which linears of a block an engine gives a bias, `always` or by a config flag. Others' it drops silently."""
+    """Which linears of a block an engine gives a bias, `always` or by a config flag. Others' it drops silently.
+
+    unless: flag of the engine's own that, where a config has it as false, takes the bias of these away again.
+    """
 
     always: tuple[str, ...] = ()
     by_flag: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unless: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def all(self) -> frozenset[str]:
         return frozenset(self.always).union(*self.by_flag.values())
+
+    def loaded(self, config: Any) -> frozenset[str]:
+        """Those that have one by a model's config."""
+        on = [leaves for flag, leaves in self.by_flag.items() if getattr(config, flag, False)]
+        off = [leaves for flag, leaves in self.unless.items() if not getattr(config, flag, True)]
+        return frozenset(self.always).union(*on).difference(*off)
 
 
 @dataclass(frozen=True)

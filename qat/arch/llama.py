@@ -7,6 +7,8 @@ MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 # vLLM llama.py, TensorRT-LLM modeling_llama.py and transformers agree: two flags, all seven linears. So does
 # models/llama/config.py of TensorRT-LLM 1.2, where they are called attn_bias and mlp_bias.
 SLOTS = BiasSlots(by_flag={"attention_bias": ATTENTION, "mlp_bias": MLP})
+# a flag of InternLM's that vLLM obeys in every Llama; transformers still reads all four
+VLLM = BiasSlots(by_flag=SLOTS.by_flag, unless={"qkv_bias": ATTENTION[:3]})
 
 ARCH = Arch(
     model_types=("llama",),
@@ -19,5 +21,5 @@ ARCH = Arch(
         ("post_attention_layernorm", MLP[:2]),
         ("mlp.up_proj", ("mlp.down_proj",)),
     ),
-    bias_slots={"vllm": SLOTS, "trtllm": SLOTS, "trtllm_legacy": SLOTS, "transformers": SLOTS},
+    bias_slots={"vllm": VLLM, "trtllm": SLOTS, "trtllm_legacy": SLOTS, "transformers": SLOTS},
 )

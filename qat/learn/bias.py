@@ -7,6 +7,8 @@ from the quantized prefix and without the first tokens of a window: their massiv
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveFloat
@@ -26,11 +28,31 @@ PER = "value"
 class Options(Section):
     rate: PositiveFloat = Field(3e-3, description="in units of the rms output of the linear")
     start: Literal["stored", "mean"] = Field("stored", description="stored: the artifact's bias, or 0; mean: see above")
+    linears: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="patterns of the linears that get one, such as mlp.*; null: all that engines load",
+    )
     skip_tokens: int = Field(4, ge=0, description="start: mean leaves out so many first tokens of each window")
 
 
 def apply(value: Tensor, delta: Tensor, unit: Any) -> Tensor:
     return value + unit * delta
+
+
+def places(options: Options, slots: Collection[str]) -> frozenset[str]:
+    """The linears of a block that get a bias. slots: those whose bias the engines load.
+
+    Raises ValueError for a pattern that none of them matches.
+    """
+    if options.linears is None:
+        return frozenset(slots)
+    for pattern in options.linears:
+        if not any(fnmatchcase(leaf, pattern) for leaf in slots):
+            raise ValueError(
+                f"linears {pattern!r} matches none whose bias the engines load: {', '.join(sorted(slots))}"
+            )
+    return frozenset(leaf for leaf in slots if any(fnmatchcase(leaf, pattern) for pattern in options.linears))
 
 
 def check(options: Options, length: int) -> None:

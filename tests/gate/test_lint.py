@@ -118,6 +118,7 @@ CONFIG_FAULTS = {
     "group size that does not divide": ("gptq", "int4", quantization(group_size=48), "group_size", Q0),
     "wider model": ("awq", "int4", config(intermediate_size=96), "shape", f"{UP1}.qweight"),
     "flag off": ("awq", "int4", config(mlp_bias=False), "bias_dropped", f"{UP1}.bias"),
+    "vLLM's own flag off": ("awq", "int4", config(qkv_bias=False), "bias_dropped", f"{Q0}.bias"),
     "no flag at all": (
         "compressed_tensors", "fp8-channel", lambda c: c.pop("attention_bias"),
         "bias_dropped", f"{Q0}.bias",
