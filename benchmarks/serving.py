@@ -8,9 +8,9 @@
 
 Each line is a piece of less than 8 minutes; a row that is measured again replaces the old one in --out
 (benchmarks/results/serving.json, vllm_gpu.json), so results come together over several machines. Run it in vLLM's
-environment (0.26 or later). `speed --models int4 int4-bias:marlin` takes others, the latter with vLLM's linear_backend,
-`--mode graphs` leaves torch.compile out and `--mode eager` CUDA graphs too. On a CPU: `make F --shape tiny`,
-`speed F --mode eager --rounds 3`, `check`.
+environment (0.26 or later). `speed --models int4 int4-bias:marlin` takes others, the latter with vLLM's linear_backend
+(int4-no-qkv-bias is there too), `--mode graphs` leaves torch.compile out and `--mode eager` CUDA graphs too. On a CPU:
+`make F --shape tiny`, `speed F --mode eager --rounds 3`, `check`.
 
 speed   Three engines share the machine, each a process: `bf16`, `int4` (GPTQ, symmetric, groups of 128) and
         `int4-bias`, the same codes with a bias on every linear. They take turns on the same prompts, the one that

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 MODELS = ("int4-bias", "int4", "bf16")
+NO_QKV = "int4-no-qkv-bias"  # as int4-bias, but q, k and v have none
 GROUP, LAYERS_PER_FILE = 128, 4
 BASE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_act": "silu",
@@ -54,7 +55,7 @@ def quantized(rows: int, columns: int, device: str) -> dict[str, Tensor]:
 
 
 def make(folder: Path, shape: dict[str, int]) -> None:
-    """FOLDER/bf16, int4 and int4-bias; the last two share the files of their weights."""
+    """FOLDER/bf16, int4, int4-bias and int4-no-qkv-bias; the last three share the files of their weights."""
     device, hidden = "cuda" if torch.cuda.is_available() else "cpu", shape["hidden_size"]
     torch.manual_seed(0)
 
@@ -64,9 +65,9 @@ def make(folder: Path, shape: dict[str, int]) -> None:
     ones = torch.ones(hidden, dtype=torch.bfloat16)
     ends = {name: normal(shape["vocab_size"], hidden) for name in ("model.embed_tokens.weight", "lm_head.weight")}
     biases: dict[str, Tensor] = {}
-    for name in MODELS:
+    for name in (*MODELS, NO_QKV):
         (folder / name).mkdir(parents=True, exist_ok=True)
-        flags = dict.fromkeys(vllm_cpu.FLAGS, name == "int4-bias")
+        flags = dict.fromkeys(vllm_cpu.FLAGS, name.endswith("-bias")) | ({"qkv_bias": False} if name == NO_QKV else {})
         config = BASE | shape | flags | ({} if name == "bf16" else {"quantization_config": GPTQ})
         (folder / name / "config.json").write_text(json.dumps(config, indent=1))
     for start in range(0, shape["num_hidden_layers"], LAYERS_PER_FILE):
@@ -81,11 +82,12 @@ def make(folder: Path, shape: dict[str, int]) -> None:
                 biases[f"{block}{leaf}.bias"] = normal(rows)
         save(plain, folder / "bf16" / file)
         save(packed, folder / "int4-bias" / file)
-        link(folder, file, "int4")
+        link(folder, file, "int4", NO_QKV)
         print(f"{file} of {shape['num_hidden_layers']} blocks", flush=True)
     save(ends | {"model.norm.weight": ones}, folder / "int4-bias" / "ends.safetensors")
-    link(folder, "ends.safetensors", "int4", "bf16")
+    link(folder, "ends.safetensors", "int4", "bf16", NO_QKV)
     save(biases, folder / "int4-bias" / "biases.safetensors")
+    link(folder, "biases.safetensors", NO_QKV)
 
 
 def link(folder: Path, file: str, *others: str) -> None:

@@ -148,11 +148,10 @@ def carrier(
     on = {flag for flag, leaves in declared if fields.get(flag) or leaves & set(biased)}
     always = {leaf for slots in slots_of for leaf in slots.always}
     needed = always.union(*(leaves for flag, leaves in declared if flag in on))
-    unless = [(flag, set(leaves)) for slots in slots_of for flag, leaves in slots.unless.items()]
-    for flag, leaves in unless:  # other readers need the zeros; adding them would cost a kernel in each block
+    for flag, leaves in (item for slots in slots_of for item in slots.unless.items()):
         fields.pop(flag, None)
-        if leaves & needed and not leaves & set(biased):
-            fields[flag] = False
+        if needed.intersection(leaves) and not set(biased).intersection(leaves):
+            fields[flag] = False  # other readers need the zeros; to add them would cost a kernel in each block
     by_plugin = frozenset(set(biased) - needed) if PLUGIN in readers else frozenset()
     config_json = _for_readers(fields | dict.fromkeys(on, True), target, _served_in(config, dtype))
     return Carrier(target, config_json, by_plugin | needed, target is not arch, by_plugin)

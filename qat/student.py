@@ -49,6 +49,8 @@ class Student(Model):
         self.linears: dict[str, CompensatedLinear] = {}
         for path in (self.arch.embed, self.arch.norm, self.arch.head):
             self._set(path, teacher.root.get_submodule(path))
+        if "bias" in learn:
+            slots = self.modules["bias"].places(learn["bias"], slots)
         starts: dict[str, dict[str, Tensor]] = {module.PART: {} for module in self.modules.values()}
         for index in range(len(self.blocks)):
             for name in self.arch.linears:

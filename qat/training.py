@@ -20,7 +20,6 @@ from qat import compiled, loop, plugins, report
 from qat.arch import arch_of
 from qat.artifact import Artifact, derive
 from qat.backward import blocks_to_checkpoint, tokens_at_once
-from qat.learn import bias
 from qat.model import Model
 from qat.parent import Parent
 from qat.resume import TEACHER, clear_state
@@ -56,7 +55,6 @@ def run(
     loop.check_launcher(accelerator)
     accelerator.init_trackers(run_folder.name, _plain(train))
     learn: dict[str, Any] = {kind: options for kind, options in train.learn.items() if kind != "bias" or slots}
-    slots = bias.places(learn["bias"], slots) if "bias" in learn else slots
     rows = train.batch // accelerator.num_processes
     micro = min(train.micro_batch or rows, rows)
     sharded = is_sharded(accelerator.num_processes)
@@ -162,13 +160,11 @@ def check(
     loop.check_ranks(train.batch, world, where)
     for kind, options in train.learn.items():
         module = plugins.find("qat.learn", kind)
-        try:
-            if hasattr(module, "check"):
-                module.check(options, train.length)
-            if kind == "bias" and slots:
-                module.places(options, slots)
-        except ValueError as error:
-            raise ValueError(f"{where}.learn.{kind}.{error}") from error
+        if hasattr(module, "check"):
+            try:
+                module.check(options, train.length, slots)
+            except ValueError as error:
+                raise ValueError(f"{where}.learn.{kind}.{error}") from error
     if set(train.learn) == {"bias"} and not slots:
         why = "has only bias, but the engines of export.engines load none"
         raise ValueError(f"{where}.learn {why}; learn scale too, or set {where} to null")

@@ -17,7 +17,7 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 def serve(program: str, folder: Path, port: int, dtype: str, batch: int, arguments: Sequence[str]) -> list[str]:
     """The command that serves `folder`. Prefixes are not cached: every prompt is to be read.
 
-    batch: the most requests at once. By default vLLM prepares CUDA graphs for hundreds, which takes minutes a start.
+    batch: the most requests at once; by default vLLM prepares CUDA graphs for hundreds.
     """
     words = ["serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
     words += ["--served-model-name", NAME, "--max-num-seqs", str(batch)]

@@ -11,8 +11,9 @@ output channel (PER = "row"), and states
                             the part's value (rows, columns) with `delta` (rows, columns or 1) applied. unit: float32,
                             shaped as value, or 1.0; set by `begin`
     BYTES_PER_WEIGHT        optional: of memory that it takes beside the model while training, for `tare plan`
-    check(options, length)  optional: raises ValueError, which names the option, for windows of so many tokens; asked
-                            before anything is calibrated
+    check(options, length, slots)
+                            optional: raises ValueError, which names the option, for windows of so many tokens or the
+                            linears of a block whose bias the engines load; asked before anything is calibrated
     begin(student, options, windows)
                             optional: sets units, starts or deltas before the first step, from token ids (num, length);
                             a function of its arguments alone, since a resumed run calls it again

@@ -8,12 +8,11 @@ from the quantized prefix and without the first tokens of a window: their massiv
 from __future__ import annotations
 
 from collections.abc import Collection
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from qat.scheme import Section
+from qat.scheme import Section, matches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +30,7 @@ class Options(Section):
     linears: list[str] | None = Field(
         None,
         min_length=1,
-        description="patterns of the linears that get one, such as mlp.*; null: all that engines load",
+        description="which get one, within a block, such as mlp.up_proj or mlp.*; null: all that engines load",
     )
     skip_tokens: int = Field(4, ge=0, description="start: mean leaves out so many first tokens of each window")
 
@@ -41,23 +40,18 @@ def apply(value: Tensor, delta: Tensor, unit: Any) -> Tensor:
 
 
 def places(options: Options, slots: Collection[str]) -> frozenset[str]:
-    """The linears of a block that get a bias. slots: those whose bias the engines load.
-
-    Raises ValueError for a pattern that none of them matches.
-    """
-    if options.linears is None:
-        return frozenset(slots)
-    for pattern in options.linears:
-        if not any(fnmatchcase(leaf, pattern) for leaf in slots):
-            raise ValueError(
-                f"linears {pattern!r} matches none whose bias the engines load: {', '.join(sorted(slots))}"
-            )
-    return frozenset(leaf for leaf in slots if any(fnmatchcase(leaf, pattern) for pattern in options.linears))
+    """The linears of a block that get a bias. slots: those whose bias the engines load."""
+    patterns = ["*"] if options.linears is None else options.linears
+    return frozenset(leaf for leaf in slots if any(matches(pattern, leaf) for pattern in patterns))
 
 
-def check(options: Options, length: int) -> None:
+def check(options: Options, length: int, slots: Collection[str]) -> None:
     if options.start == "mean" and options.skip_tokens >= length:
         raise ValueError(f"skip_tokens {options.skip_tokens} leaves nothing of windows of {length}; take fewer")
+    for pattern in (options.linears or ()) if slots else ():
+        if not any(matches(pattern, leaf) for leaf in slots):
+            loaded = ", ".join(sorted(slots))
+            raise ValueError(f"linears {pattern!r} matches none whose bias the engines load: {loaded}")
 
 
 def begin(student: Any, options: Options, windows: Tensor) -> None:
